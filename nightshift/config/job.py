@@ -1,0 +1,84 @@
+"""The job file as one model."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from nightshift.config.algorithm import AlgorithmConfig
+from nightshift.config.base import Section
+from nightshift.config.checkpoint import CheckpointConfig
+from nightshift.config.data import DataConfig
+from nightshift.config.model import ModelConfig
+from nightshift.config.pipeline import PipelineConfig
+from nightshift.config.resources import ResourcesConfig
+from nightshift.config.rewards import RewardConfig
+from nightshift.config.rollout import RolloutConfig
+from nightshift.config.scorers import ScorersConfig
+from nightshift.config.tracking import TrackingConfig
+from nightshift.config.trainer import TrainerConfig
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Estimators that compare the samples of one prompt: with one sample there is nothing to compare.
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
+
+
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ValueError(
+            f"name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
+        )
+    return name
+
+
+class JobSpec(Section):
+    """A whole job: what is trained, on what, how, and with which resources."""
+
+    name: Annotated[str, AfterValidator(_check_name)]
+    """Name of the job; part of the run's folder."""
+
+    model: ModelConfig
+    data: DataConfig
+    rewards: list[RewardConfig] = Field(min_length=1)
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    scorers: ScorersConfig = ScorersConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        rollout, trainer = self.rollout, self.trainer
+        if self.algorithm.estimator in GROUP_ESTIMATORS and rollout.n < 2:
+            raise ValueError(
+                f"rollout.n is {rollout.n}, but the estimator {self.algorithm.estimator!r} compares the samples of one "
+                "prompt: set rollout.n to 2 or more, or choose another algorithm.estimator"
+            )
+        if rollout.top_p != 1.0 or rollout.top_k != -1:
+            raise ValueError(
+                "rollout.top_p and rollout.top_k cut the sampled distribution, which biases the ratio between trainer "
+                "and sampler: set top_p to 1.0 and top_k to -1"
+            )
+        if self.pipeline.deterministic and self.pipeline.max_staleness != 0:
+            raise ValueError("pipeline.deterministic needs pipeline.max_staleness 0")
+        samples = rollout.batch_size * rollout.n
+        if samples % trainer.ranks:
+            raise ValueError(
+                f"rollout.batch_size x rollout.n is {samples}, which {trainer.ranks} trainer.ranks do not divide"
+            )
+        if trainer.autocast and trainer.dtype != "float32":
+            raise ValueError("trainer.autocast is for trainer.dtype float32")
+        names = [reward.name or reward.type for reward in self.rewards]
+        if len(self.rewards) > 1 and len(set(names)) < len(names):
+            raise ValueError(f"several rewards need different names, got {names}")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model is started and asked."""
+        return self.algorithm.kl_coef > 0

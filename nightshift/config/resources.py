@@ -1,0 +1,40 @@
+"""Section ``resources``: machines, cores, folders and ports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nightshift.config.base import Section
+
+
+class PortsConfig(Section):
+    """Ports on loopback; 0: any free one."""
+
+    rollout: int = Field(default=0, ge=0, le=65535)
+    scorers: int = Field(default=0, ge=0, le=65535)
+    trainer: int = Field(default=0, ge=0, le=65535)
+    otlp: int = Field(default=0, ge=0, le=65535)
+
+
+class ResourcesConfig(Section):
+    """What the job may use on this machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where the driver answers, else the CPU."""
+
+    rollout_cores: list[int] | None = None
+    """CPU cores of the vLLM server; null: the first one (CPU only)."""
+
+    trainer_cores: list[int] | None = None
+    """CPU cores of the trainer; null: the second one, or the first where there is only one (CPU only)."""
+
+    runs_dir: str = "runs"
+    """Folder of the runs; relative to the folder in which the command is given."""
+
+    ray_object_store_mib: int = Field(default=128, ge=76)
+    weight_store: str = "/dev/shm"  # noqa: S108
+    """Folder in which the published weights lie, in memory."""
+
+    ports: PortsConfig = PortsConfig()

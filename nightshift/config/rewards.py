@@ -1,0 +1,46 @@
+"""Section ``rewards``: a list of reward functions and models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nightshift.config.base import Section
+
+
+class PythonReward(Section):
+    """A Python function, called in worker processes of the reward deployment.
+
+    The function takes keyword arguments by name, any of: prompt, response, response_ids, ground_truth, data_source,
+    extra_info, finish_reason; or ``**kwargs``. It returns a float, an int, a bool, or a map with ``score``.
+    """
+
+    type: Literal["python"] = "python"
+    function: str
+    """``path.py:function``; the path is relative to the job file."""
+
+    name: str | None = None
+    """Name in the metrics; the function's name where absent."""
+
+    weight: float = 1.0
+    """Factor in the sum of all rewards of the job."""
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time for one sample; after it the sample is unscored and the worker is replaced."""
+
+    workers: int = Field(default=1, ge=1)
+    """Worker processes."""
+
+
+class RemoteReward(Section):
+    """A scorer behind a URL that speaks ``proto/nightshift/wire/v1/scorer.proto``."""
+
+    type: Literal["grpc"] = "grpc"
+    url: str = Field(pattern=r"^grpc://[^/\s]+:\d+$")
+    name: str
+    weight: float = 1.0
+    timeout_s: float = Field(default=60.0, gt=0)
+
+
+RewardConfig = Annotated[PythonReward | RemoteReward, Field(discriminator="type")]

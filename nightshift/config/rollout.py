@@ -1,0 +1,55 @@
+"""Section ``rollout``: sampling and the vLLM servers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from nightshift.config.base import Section
+from nightshift.config.model import DType
+
+
+class RolloutConfig(Section):
+    """How responses are sampled, and the server that samples them."""
+
+    batch_size: int = Field(default=8, ge=1)
+    """Prompt groups per optimiser step."""
+
+    n: int = Field(default=4, ge=1)
+    """Samples per prompt group."""
+
+    max_response_length: int = Field(default=256, ge=1)
+    """Longest response in tokens."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits, in the sampler and in the trainer."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """Filters that change the sampled distribution; anything but 1.0 and -1 is refused, since it biases the ratio."""
+
+    stop_token_ids: list[int] = []
+    """Further ids that end a response; the model's own end-of-sequence ids always do."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """A running vLLM server; null: one is started on this machine."""
+
+    dtype: DType = "float32"
+    """Precision of the server. A bfloat16 server rounds away updates below half a step of the weight."""
+
+    max_model_len: int | None = Field(default=None, ge=8)
+    """Context of the server; null: prompt plus response, as long as the model allows it."""
+
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that the server decodes at once."""
+
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Memory of the KV cache."""
+
+    request_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time for one request."""
+
+    extra_args: list[str] = []
+    """Further arguments of the vLLM server."""
+
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time until a started server answers."""

@@ -1,0 +1,63 @@
+"""Section ``trainer``: optimiser, parallelism and the length of the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nightshift.config.base import Section
+from nightshift.config.model import DType
+
+
+class TrainerConfig(Section):
+    """DeepSpeed ZeRO ranks."""
+
+    total_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps of the run; null: what ``total_epochs`` gives."""
+
+    total_epochs: int = Field(default=1, ge=1)
+    """Passes over the prompts where ``total_steps`` is null."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+    micro_batch_size: int = Field(default=4, ge=1)
+    """Samples per forward and backward pass of one rank."""
+
+    dtype: DType = "float32"
+    """Precision of the parameters."""
+
+    autocast: Literal["bfloat16"] | None = None
+    """Precision of the matrix products where the parameters are float32."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    ranks: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    """CPU threads per rank."""
+
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass: less memory, about 1.4 times the time."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of the run: prompt order, sampling, initialisation."""
+
+    test_freq: int = Field(default=5, ge=0)
+    """Steps between evaluations; 0: only before and after."""
+
+    save_freq: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only at the end and on an interruption."""
+
+    update_timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of one update."""
+
+    start_timeout_s: float = Field(default=300.0, gt=0)
