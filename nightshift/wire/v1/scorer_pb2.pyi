@@ -1,18 +1,21 @@
 from nightshift.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("context", "samples")
+    __slots__ = ("context", "samples", "linked")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LINKED_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     samples: bytes
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., samples: _Optional[bytes] = ...) -> None: ...
+    linked: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., samples: _Optional[bytes] = ..., linked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results", "seconds", "peak_memory_bytes")
