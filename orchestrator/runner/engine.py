@@ -66,7 +66,7 @@ class EngineAddress:
     token: str
     incarnation: str
     weight_backend: str = "safetensors"
-    extra: dict[str, Any] = field(default_factory=dict)
+    init_info: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine:

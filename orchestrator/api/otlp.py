@@ -1,0 +1,96 @@
+"""OTLP/gRPC receiver: spans of vLLM, scorers and trainer come here, so that no collector is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from nightshift.wire.errors import BadInputError
+
+#: Called with each received span as a map, in the form of the ``span`` event.
+SpanSink = Callable[[dict[str, Any]], None]
+
+_STATUS = {0: "unset", 1: "ok", 2: "error"}
+
+
+class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+    """Decodes what exporters send and hands each span to a sink."""
+
+    def __init__(self, sink: SpanSink) -> None:
+        self._sink = sink
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, port: int) -> int:
+        """Listens on loopback; 0 takes any free port. Returns the port.
+
+        Raises:
+            BadInputError: the port is taken.
+        """
+        self._server = grpc.aio.server()
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        try:
+            bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise BadInputError(
+                f"port {port} for spans is taken", role="orchestrator", fix="Set resources.ports.otlp to a free port or 0"
+            )
+        await self._server.start()
+        return int(bound)
+
+    async def stop(self) -> None:
+        """Stops listening after the calls in progress, for two seconds at most."""
+        if self._server is not None:
+            await self._server.stop(2.0)
+
+    async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the rpc
+        """Receives one batch of spans."""
+        for span in decode(request):
+            self._sink(span)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def decode(request: Any) -> list[dict[str, Any]]:
+    """The spans of an ExportTraceServiceRequest as maps; times in unix seconds, ids in hex."""
+    spans = []
+    for resource_spans in request.resource_spans:
+        service = _attributes(resource_spans.resource.attributes).get("service.name", "")
+        role = str(service).removeprefix("nightshift.")
+        for scope_spans in resource_spans.scope_spans:
+            for span in scope_spans.spans:
+                spans.append(
+                    {
+                        "name": span.name,
+                        "role": role,
+                        "trace_id": span.trace_id.hex(),
+                        "span_id": span.span_id.hex(),
+                        "parent_id": span.parent_span_id.hex() or None,
+                        "links": [{"trace_id": k.trace_id.hex(), "span_id": k.span_id.hex()} for k in span.links],
+                        "start": span.start_time_unix_nano / 1e9,
+                        "end": span.end_time_unix_nano / 1e9,
+                        "attributes": _attributes(span.attributes),
+                        "status": _STATUS.get(span.status.code, "unset"),
+                    }
+                )
+    return spans
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)

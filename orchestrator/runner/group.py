@@ -1,0 +1,272 @@
+"""One prompt group on its way: n samples drawn, then rewarded and scored by the reference at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from opentelemetry.trace import Span
+
+from nightshift.config import JobSpec
+from nightshift.data import Prompt, Tokenizer
+from nightshift.wire.errors import NightshiftError, RoleError
+from nightshift.wire.experience import Sample
+from nightshift.wire.scoring import RewardInput, SequenceInput
+from nightshift.wire.trace import TraceContext
+from orchestrator.runner.engine import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.intervals import Interval
+from orchestrator.runner.scorer import ScorerClient, require_ids
+from orchestrator.runner.tracing import Tracing
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt group in flight."""
+
+    index: int
+    prompt: Prompt
+    epoch: int
+    trace_id: str
+    started_version: int  # step of the weights that the servers held when it started
+    span: Span
+    samples: list[Sample] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # causes of samples that could not be had
+    waiting: Span | None = None  # open while the finished group waits for its step
+    intervals: dict[str, Interval] = field(default_factory=dict)  # role -> (start, end), unix seconds
+
+    @property
+    def group_id(self) -> str:
+        """Name of the group in ids and files."""
+        return group_id(self.index)
+
+    @property
+    def oldest_version(self) -> int:
+        """Step of the oldest weights that any of its tokens was sampled with."""
+        steps = [int(span.version.rsplit("/", 1)[-1]) for sample in self.samples for span in sample.versions]
+        return min(steps, default=self.started_version)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the experience that it holds."""
+        arrays = [
+            array
+            for sample in self.samples
+            for array in (sample.prompt_ids, sample.response_ids, sample.logprobs, sample.loss_mask, sample.ref_logprobs)
+            if array is not None
+        ]
+        return sum(array.nbytes for array in arrays)
+
+
+def group_id(index: int) -> str:
+    """The id of the group with this issue number."""
+    return f"g{index:07d}"
+
+
+def sample_seed(seed: int, index: int, slot: int) -> int:
+    """A seed for one sample: a function of the run's seed, the group and the slot alone."""
+    digest = hashlib.blake2b(f"{seed}/{index}/{slot}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+class GroupRunner:
+    """Draws and scores groups.
+
+    Args:
+        fleet: the rollout servers.
+        rewards: (name, weight, client) of each reward.
+        reference: client of the reference, or None.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_id: str,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        rewards: Sequence[tuple[str, float, ScorerClient]],
+        reference: ScorerClient | None,
+        tracing: Tracing,
+    ) -> None:
+        self._spec = spec
+        self._run_id = run_id
+        self._tokenizer = tokenizer
+        self._fleet = fleet
+        self._rewards = rewards
+        self._reference = reference
+        self._tracing = tracing
+        self._stop_ids = tuple(sorted({*tokenizer.eos_ids, *spec.rollout.stop_token_ids}))
+        self.calls: Counter[str] = Counter()  # calls in progress by role, for the progress view
+
+    async def run(self, group: Group) -> None:
+        """Fills ``group.samples``.
+
+        Raises:
+            NightshiftError: no sample could be had, or a scorer failed for good.
+        """
+        await self._generate(group)
+        if not group.samples:
+            cause = group.failures[0] if group.failures else "no answer"
+            raise RoleError(f"group {group.group_id} has no usable sample: {cause}", role="rollout")
+        scored = [self._reward(group)]
+        if self._reference is not None:
+            scored.append(self._ref(group))
+        await asyncio.gather(*scored)
+
+    async def _generate(self, group: Group) -> None:
+        began = time.time()
+        rollout = self._tracing.child("rollout", group.span, role="rollout", group_id=group.group_id)
+        with self._tracing.within(rollout):
+            drawn = await asyncio.gather(*(self._draw(group, rollout, slot) for slot in range(self._spec.rollout.n)))
+        group.samples = [sample for sample in drawn if sample is not None]
+        group.intervals["rollout"] = (began, time.time())
+
+    async def _draw(self, group: Group, parent: Span, slot: int) -> Sample | None:
+        rollout = self._spec.rollout
+        sample_id = f"{group.group_id}.{slot}"
+        seed = sample_seed(self._spec.trainer.seed, group.index, slot) if self._spec.pipeline.deterministic else None
+        span = self._tracing.child("generate", parent, role="rollout", sample_id=sample_id)
+        with self._tracing.within(span) as traceparent:
+            began = time.monotonic()
+            request = GenerateRequest(
+                request_id=f"{self._run_id}.{sample_id}",
+                prompt_ids=group.prompt.prompt_ids,
+                max_tokens=rollout.max_response_length,
+                temperature=rollout.temperature,
+                stop_token_ids=self._stop_ids,
+                seed=seed,
+                traceparent=traceparent,
+            )
+            try:
+                answer = await self._fleet.generate(request)
+            except (InvalidAnswerError, EngineRefusedError) as error:
+                group.failures.append(error.message)
+                return None
+            span.set_attributes(
+                {
+                    "gen_ai.usage.output_tokens": len(answer.response_ids),
+                    "gen_ai.response.finish_reasons": [answer.finish_reason],
+                    "rl.policy_versions": [part.version for part in answer.versions],
+                }
+            )
+        return self._sample(group, sample_id, answer, time.monotonic() - began)
+
+    def _sample(self, group: Group, sample_id: str, answer: Generated, seconds: float) -> Sample:
+        return Sample(
+            sample_id=sample_id,
+            group_id=group.group_id,
+            trace_id=group.trace_id,
+            prompt_ids=group.prompt.prompt_ids,
+            response_ids=answer.response_ids,
+            logprobs=answer.logprobs,
+            loss_mask=np.ones(len(answer.response_ids), np.uint8),
+            versions=answer.versions,
+            finish_reason=answer.finish_reason,
+            response_text=self._tokenizer.decode(answer.response_ids, skip_special_tokens=True),
+            generate_seconds=seconds,
+        )
+
+    async def _reward(self, group: Group) -> None:
+        began = time.time()
+        inputs = reward_inputs(group.prompt, group.samples)
+        parts = await asyncio.gather(*(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards))
+        weights = [weight for _, weight, _ in self._rewards]
+        names = [name for name, _, _ in self._rewards]
+        for at, sample in enumerate(group.samples):
+            combine_rewards(sample, names, weights, [part[at] for part in parts])
+        group.intervals["reward"] = (began, time.time())
+
+    async def _one_reward(
+        self, group: Group, name: str, client: ScorerClient, inputs: list[RewardInput]
+    ) -> list[dict[str, Any]]:
+        span = self._tracing.child("reward", group.span, role="reward", reward=name)
+        self.calls["reward"] += 1
+        try:
+            with self._tracing.within(span) as traceparent:
+                return (await client.score(inputs, traceparent)).results
+        finally:
+            self.calls["reward"] -= 1
+
+    async def _ref(self, group: Group) -> None:
+        if self._reference is None:
+            return
+        began = time.time()
+        span = self._tracing.child("reference", group.span, role="reference")
+        inputs = [
+            SequenceInput(
+                id=sample.sample_id,
+                prompt_ids=sample.prompt_ids,
+                response_ids=sample.response_ids,
+                temperature=self._spec.rollout.temperature,
+            )
+            for sample in group.samples
+            if len(sample.response_ids)
+        ]
+        self.calls["reference"] += 1
+        try:
+            with self._tracing.within(span) as traceparent:
+                scored = await self._reference.score(inputs, traceparent) if inputs else None
+        finally:
+            self.calls["reference"] -= 1
+        results = {result["id"]: result for result in scored.results} if scored else {}
+        for sample in group.samples:
+            if sample.sample_id not in results:
+                sample.ref_logprobs = np.zeros(0, np.float32)
+                continue
+            result = results[sample.sample_id]
+            require_ids(result, {"id": sample.sample_id, "response_ids": sample.response_ids}, "reference")
+            sample.ref_logprobs = np.asarray(result["logprobs"], np.float32)
+            sample.ref_seconds = scored.seconds if scored else 0.0
+        group.intervals["reference"] = (began, time.time())
+
+
+def reward_inputs(prompt: Prompt, samples: Sequence[Sample]) -> list[RewardInput]:
+    """What a reward sees of each sample."""
+    return [
+        RewardInput(
+            id=sample.sample_id,
+            prompt=prompt.prompt,
+            response=sample.response_text,
+            response_ids=sample.response_ids,
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            extra_info=prompt.extra_info,
+            finish_reason=sample.finish_reason,
+        )
+        for sample in samples
+    ]
+
+
+def combine_rewards(
+    sample: Sample, names: Sequence[str], weights: Sequence[float], results: Sequence[dict[str, Any]]
+) -> None:
+    """Sets the weighted sum of the rewards; a sample that one of them could not score is unscored, never 0."""
+    total = 0.0
+    for name, weight, result in zip(names, weights, results, strict=True):
+        sample.reward_seconds = max(sample.reward_seconds, float(result.get("seconds", 0.0)))
+        for part, value in (result.get("parts") or {}).items():
+            sample.reward_parts[part if len(names) == 1 else f"{name}/{part}"] = float(value)
+        score = result.get("score")
+        if score is None:
+            sample.reward = None
+            sample.reward_error = f"{result.get('error_type') or 'none'}: {result.get('error', '')}".strip()
+            return
+        if not isinstance(score, int | float) or isinstance(score, bool) or not np.isfinite(score):
+            raise NightshiftError(f"{name} answered {score!r} for {sample.sample_id}: expected a finite float", role="reward")
+        if len(names) > 1:
+            sample.reward_parts[name] = float(score)
+        total += weight * float(score)
+    sample.reward = total
+
+
+def start_group_span(tracing: Tracing, index: int, prompt: Prompt, epoch: int) -> tuple[Span, str]:
+    """The root span of a group and its trace id."""
+    span = tracing.group(group_id=group_id(index), row_id=str(prompt.row_id), epoch=epoch)
+    ids = span.get_span_context()
+    return span, TraceContext(f"{ids.trace_id:032x}", f"{ids.span_id:016x}", True).trace_id

@@ -1,0 +1,44 @@
+"""Time in intervals: busy shares and the overlap of two roles, from spans. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: (start, end) in seconds.
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The intervals merged: sorted and without overlap."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds that the intervals cover, overlaps counted once."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """The parts of the intervals that lie within [start, end]."""
+    return [(max(start, a), min(end, b)) for a, b in intervals if b > start and a < end]
+
+
+def intersection(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """The time in which both are busy."""
+    a, b = union(first), union(second)
+    both, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if end > start:
+            both.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both

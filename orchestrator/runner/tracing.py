@@ -1,0 +1,98 @@
+"""The run's own spans: one trace for the job, one linked trace for each prompt group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.trace import Span, Tracer
+
+from nightshift.wire import telemetry
+from nightshift.wire.trace import TraceContext
+
+ROLE = "orchestrator"
+
+
+class SpanEvents(SpanProcessor):
+    """Hands each ended span to a sink, in the form of the ``span`` event."""
+
+    def __init__(self, sink: Callable[[dict[str, Any]], None]) -> None:
+        self._sink = sink
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Called by the SDK when a span has ended."""
+        ids = span.get_span_context()
+        if ids is None:
+            return
+        attributes = dict(span.attributes or {})
+        self._sink(
+            {
+                "name": span.name,
+                "role": attributes.pop("role", ROLE),
+                "trace_id": f"{ids.trace_id:032x}",
+                "span_id": f"{ids.span_id:016x}",
+                "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
+                "links": [
+                    {"trace_id": f"{link.context.trace_id:032x}", "span_id": f"{link.context.span_id:016x}"}
+                    for link in span.links
+                ],
+                "start": (span.start_time or 0) / 1e9,
+                "end": (span.end_time or 0) / 1e9,
+                "attributes": {key: list(v) if isinstance(v, tuple) else v for key, v in attributes.items()},
+                "status": span.status.status_code.name.lower(),
+            }
+        )
+
+
+class Tracing:
+    """Makes the spans of one run.
+
+    Args:
+        tracer: from :func:`nightshift.wire.telemetry.setup`.
+        job: the job's trace; its span id is the parent of the job's own spans.
+    """
+
+    def __init__(self, tracer: Tracer, job: TraceContext) -> None:
+        self._tracer = tracer
+        self.job_trace_id = job.trace_id
+        self._job_root = tracer.start_span("job", context=telemetry.context_from(job.traceparent))
+
+    def end(self) -> None:
+        """Ends the job's span."""
+        self._job_root.end()
+
+    def group(self, **attributes: Any) -> Span:
+        """The root span of a prompt group, in a trace of its own that is linked to the job's."""
+        link = trace.Link(self._job_root.get_span_context())
+        attributes["job_trace_id"] = self.job_trace_id
+        return self._tracer.start_span("group", context=Context(), links=[link], attributes=attributes)
+
+    def child(self, name: str, parent: Span, *, role: str = ROLE, **attributes: Any) -> Span:
+        """A span below another one; the caller ends it."""
+        attributes.update(role=role, job_trace_id=self.job_trace_id)
+        return self._tracer.start_span(name, context=trace.set_span_in_context(parent, Context()), attributes=attributes)
+
+    def job_span(self, name: str, *, role: str = ROLE, links: Sequence[Span] = (), **attributes: Any) -> Span:
+        """A span of the job's own trace, linked to the groups that feed it; the caller ends it."""
+        attributes.update(role=role, job_trace_id=self.job_trace_id)
+        return self._tracer.start_span(
+            name,
+            context=trace.set_span_in_context(self._job_root, Context()),
+            links=[trace.Link(span.get_span_context()) for span in links],
+            attributes=attributes,
+        )
+
+    @contextmanager
+    def within(self, span: Span) -> Iterator[str]:
+        """Ends the span afterwards, marked as failed where an error passes; yields its traceparent."""
+        try:
+            yield telemetry.traceparent_of(span)
+        except BaseException as error:
+            span.set_status(trace.StatusCode.ERROR, type(error).__name__)
+            raise
+        finally:
+            span.end()

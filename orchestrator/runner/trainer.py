@@ -1,0 +1,161 @@
+"""Client of the trainer service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from nightshift.wire import codec
+from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
+from nightshift.wire.experience import LossSpec, Sample, pack_loss, pack_samples
+from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+
+_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_SHORT_S = 60.0
+
+
+@dataclass(slots=True)
+class Publication:
+    """Weights that rollout servers can take, and what they must answer afterwards."""
+
+    version: str
+    backend: str
+    update_info: dict[str, Any]
+    digest: str
+    bytes: int
+    probe: list[dict[str, Any]]
+    changed_fraction: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class Updated:
+    """Result of one optimiser step."""
+
+    stepped: bool
+    metrics: dict[str, float]
+    seconds: float
+    peak_memory_bytes: int
+
+
+class TrainerClient:
+    """The trainer behind ``grpc://host:port``.
+
+    Every call that changes state is idempotent on the trainer's side, so that a lost answer is asked for again.
+    """
+
+    def __init__(
+        self, url: str, *, run_id: str, job_trace_id: str, update_timeout_s: float, away_s: float
+    ) -> None:
+        self._run_id = run_id
+        self._job_trace_id = job_trace_id
+        self._timeout_s = update_timeout_s
+        self._away_s = away_s
+        self._channel = grpc.aio.insecure_channel(url.removeprefix("grpc://"), options=_OPTIONS)
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def describe(self) -> trainer_pb2.DescribeTrainerResponse:
+        """Model, ranks and the version of the weights."""
+        request = trainer_pb2.DescribeTrainerRequest(context=self._context(""))
+        return await self._call("Describe", request, _SHORT_S)
+
+    async def load(self, state_dir: str, version: str) -> dict[str, Any]:
+        """Loads a resume state, or with an empty ``state_dir`` only names the weights; returns the manifest."""
+        request = trainer_pb2.LoadRequest(context=self._context(""), state_dir=state_dir, policy_version=version)
+        answer = await self._call("Load", request, self._timeout_s)
+        return dict(json.loads(answer.manifest)) if answer.manifest else {}
+
+    async def update(
+        self,
+        samples: Sequence[Sample],
+        loss: LossSpec,
+        *,
+        step: int,
+        expect: str,
+        new: str,
+        learning_rate: float,
+        traceparent: str,
+        attempt: int = 0,
+    ) -> Updated:
+        """Makes one optimiser step on a whole batch."""
+        request = trainer_pb2.UpdateRequest(
+            context=self._context(traceparent, expect),
+            step=step,
+            attempt=attempt,
+            expect_version=expect,
+            new_version=new,
+            part=0,
+            final=True,
+            samples=pack_samples(list(samples)),
+            loss=pack_loss(loss),
+            learning_rate=learning_rate,
+        )
+        answer = await self._call("Update", request, self._timeout_s)
+        return Updated(answer.stepped, dict(answer.metrics), answer.seconds, answer.peak_memory_bytes)
+
+    async def publish(self, version: str, probe: Sequence[Any], traceparent: str) -> Publication:
+        """Writes the current weights to the weight store and scores the probe with them."""
+        request = trainer_pb2.PublishRequest(
+            context=self._context(traceparent, version), policy_version=version, probe=codec.pack(list(probe))
+        )
+        answer = await self._call("Publish", request, self._timeout_s)
+        return Publication(
+            version=version,
+            backend=answer.backend,
+            update_info=codec.unpack(answer.update_info),
+            digest=answer.digest,
+            bytes=answer.bytes,
+            probe=codec.unpack(answer.probe) if answer.probe else [],
+            changed_fraction=answer.changed_fraction,
+            seconds=answer.seconds,
+        )
+
+    async def save(self, manifest: dict[str, Any], *, state_dir: str, export_dir: str, traceparent: str) -> float:
+        """Writes a checkpoint; returns the trainer's seconds."""
+        request = trainer_pb2.SaveRequest(
+            context=self._context(traceparent),
+            state_dir=state_dir,
+            export_dir=export_dir,
+            manifest=json.dumps(manifest),
+        )
+        return float((await self._call("Save", request, self._timeout_s)).seconds)
+
+    async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
+        deadline = time.monotonic() + self._away_s
+        pause = 0.5
+        while True:
+            try:
+                return await getattr(self._stub, name)(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                code, cause = error.code(), _first_line(error.details())
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise RoleTimeoutError(f"{name} took longer than {timeout_s:g} s", role="trainer") from error
+                if code is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise VersionConflictError(f"{name} refused: {cause}", role="trainer") from error
+                # UNAVAILABLE from a trainer that answers names a dead rank: waiting would not bring it back.
+                if code is not grpc.StatusCode.UNAVAILABLE or "rank" in cause:
+                    raise RoleError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
+                if time.monotonic() + pause > deadline:
+                    raise RoleTimeoutError(f"away for {self._away_s:g} s: {cause}", role="trainer") from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    def _context(self, traceparent: str, version: str = "") -> common_pb2.Context:
+        return common_pb2.Context(
+            run_id=self._run_id, traceparent=traceparent, policy_version=version, job_trace_id=self._job_trace_id
+        )
+
+
+def _first_line(text: str | None) -> str:
+    lines = (text or "").strip().splitlines()
+    return lines[0] if lines else "no detail"
