@@ -28,7 +28,9 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
-    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = "token_mean"
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = (
+        "token_mean"
+    )
     """How token losses become one number over the whole batch."""
 
     kl_coef: float = Field(default=0.0, ge=0)

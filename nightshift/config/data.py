@@ -15,7 +15,7 @@ class DataConfig(Section):
     train_files: list[str] = Field(min_length=1)
     """Parquet or JSONL files, or HF ``datasets`` folders. Paths are relative to the job file."""
 
-    test_files: list[str] = []
+    test_files: list[str] = Field(default_factory=list)
     """Held-out prompts for the evaluation; empty: no evaluation."""
 
     prompt_key: str = "prompt"

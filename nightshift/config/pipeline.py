@@ -13,7 +13,7 @@ class PipelineConfig(Section):
     """One scheduler, one bound: ``max_staleness``."""
 
     max_staleness: int | None = Field(default=1, ge=0)
-    """Policy versions between a token and the update that uses it: 0 is synchronous, 1 one step ahead, null unbounded."""
+    """Policy versions between a token and the update that uses it: 0 synchronous, 1 one step ahead, null unbounded."""
 
     on_stale: Literal["wait", "drop"] = "wait"
     """An update that would make a running group too old waits for it, or is made and the group dropped."""
@@ -22,7 +22,7 @@ class PipelineConfig(Section):
     """Fixes everything that timing could touch; needs max_staleness 0. Two runs with one seed give the same weights."""
 
     max_groups_in_flight: int | None = Field(default=None, ge=1)
-    """Cap on prompt groups that are generated or scored at once; null: what the staleness bound and the server allow."""
+    """Cap on prompt groups that are generated or scored at once; null: what the staleness bound allows."""
 
     weight_update: Literal["in_flight", "drain"] = "in_flight"
     """Weights change under running requests, or after they have ended."""

@@ -34,7 +34,7 @@ class ResourcesConfig(Section):
     """Folder of the runs; relative to the folder in which the command is given."""
 
     ray_object_store_mib: int = Field(default=128, ge=76)
-    weight_store: str = "/dev/shm"  # noqa: S108
+    weight_store: str = "/dev/shm"
     """Folder in which the published weights lie, in memory."""
 
     ports: PortsConfig = PortsConfig()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from nightshift.config.base import Section
+
+#: What a Python reward function may ask for, by parameter name.
+REWARD_PARAMETERS = (
+    "prompt",
+    "response",
+    "response_ids",
+    "ground_truth",
+    "data_source",
+    "extra_info",
+    "finish_reason",
+)
 
 
 class PythonReward(Section):
@@ -43,4 +54,17 @@ class RemoteReward(Section):
     timeout_s: float = Field(default=60.0, gt=0)
 
 
-RewardConfig = Annotated[PythonReward | RemoteReward, Field(discriminator="type")]
+def _kind(value: Any) -> str | None:
+    """The discriminator: ``type``, which is "python" where it is left out."""
+    kind = value.get("type", "python") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+RewardConfig = Annotated[
+    Annotated[PythonReward, Tag("python")] | Annotated[RemoteReward, Tag("grpc")],
+    Discriminator(
+        _kind,
+        custom_error_type="reward_type",
+        custom_error_message="must be a map with type python or grpc",
+    ),
+]

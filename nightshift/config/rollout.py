@@ -27,7 +27,7 @@ class RolloutConfig(Section):
     top_k: int = Field(default=-1, ge=-1)
     """Filters that change the sampled distribution; anything but 1.0 and -1 is refused, since it biases the ratio."""
 
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
     """Further ids that end a response; the model's own end-of-sequence ids always do."""
 
     url: str | None = Field(default=None, pattern=r"^https?://\S+$")
@@ -48,7 +48,7 @@ class RolloutConfig(Section):
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one request."""
 
-    extra_args: list[str] = []
+    extra_args: list[str] = Field(default_factory=list)
     """Further arguments of the vLLM server."""
 
     start_timeout_s: float = Field(default=300.0, gt=0)

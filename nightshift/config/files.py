@@ -1,0 +1,114 @@
+"""The files that a job names: made absolute, and checked before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nightshift.config.functions import check_function, check_reward_parameters, split_reference
+from nightshift.config.job import JobSpec
+from nightshift.config.rewards import PythonReward
+
+#: Chat templates that come with nightshift.data, by name.
+CHAT_TEMPLATES = frozenset({"chatml", "qwen", "llama3", "phi3"})
+
+
+def is_remote(text: str) -> bool:
+    """Whether the text is a URL or a ``builtin:`` name, which stays as it is."""
+    return "://" in text or text.startswith("builtin:")
+
+
+def absolute(text: str, base: Path) -> str:
+    """A path relative to ``base`` as an absolute one; URLs and ``builtin:`` names stay as they are."""
+    return text if is_remote(text) else str((base / Path(text).expanduser()).resolve())
+
+
+def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]:
+    """Makes the paths of ``spec`` absolute in place.
+
+    Args:
+        base: the job file's folder.
+        check: whether the files must exist.
+
+    Returns:
+        One sentence without its full stop for each file that is missing or wrong.
+    """
+    problems: list[str] = []
+    for key in ("train_files", "test_files"):
+        files = [absolute(text, base) for text in getattr(spec.data, key)]
+        setattr(spec.data, key, files)
+        problems += [f"data.{key}: no file {text!r}" for text in files if not is_remote(text) and not _exists(text)]
+    template = spec.data.chat_template
+    if template is not None and template not in CHAT_TEMPLATES:
+        spec.data.chat_template = absolute(template, base)
+        if not Path(spec.data.chat_template).is_file():
+            names = ", ".join(sorted(CHAT_TEMPLATES))
+            problems.append(f"data.chat_template: no file {spec.data.chat_template!r}, and not one of {names}")
+    spec.model.path = _model(spec.model.path, base, "model.path", problems)
+    if spec.model.tokenizer is not None:
+        spec.model.tokenizer = _model(spec.model.tokenizer, base, "model.tokenizer", problems)
+    if spec.scorers.reference.model is not None:
+        spec.scorers.reference.model = _model(spec.scorers.reference.model, base, "scorers.reference.model", problems)
+    for index, reward in enumerate(spec.rewards):
+        if isinstance(reward, PythonReward):
+            reward.function = _function(reward.function, base, f"rewards[{index}].function", problems, is_reward=True)
+    if ":" in spec.algorithm.estimator:
+        spec.algorithm.estimator = _function(spec.algorithm.estimator, base, "algorithm.estimator", problems)
+    spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())
+    spec.resources.weight_store = absolute(spec.resources.weight_store, Path.cwd())
+    return problems if check else []
+
+
+def reward_reads(spec: JobSpec, name: str) -> bool:
+    """Whether a Python reward of the job asks for the parameter ``name`` and has no default value for it."""
+    from nightshift.config.functions import required_parameters
+
+    for reward in spec.rewards:
+        if isinstance(reward, PythonReward):
+            path, function = split_reference(reward.function)
+            definition = check_function(Path(path), function)
+            if definition is not None and name in required_parameters(definition):
+                return True
+    return False
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # a name longer than the file system allows
+        return False
+
+
+def _model(text: str, base: Path, key: str, problems: list[str]) -> str:
+    """A local folder as an absolute path; an HF id (``name`` or ``organisation/name``) stays as it is."""
+    if is_remote(text):
+        return text
+    path = absolute(text, base)
+    if _exists(path):
+        return path
+    if text.startswith((".", "/", "~")) or text.count("/") > 1 or not text:
+        problems.append(f"{key}: no folder {path!r}")
+        return path
+    return text
+
+
+def _function(text: str, base: Path, key: str, problems: list[str], *, is_reward: bool = False) -> str:
+    try:
+        file, name = split_reference(text)
+    except ValueError as error:
+        problems.append(f"{key}: {text!r} {error}")
+        return text
+    path = Path(absolute(file, base))
+    if not _exists(str(path)):
+        problems.append(f"{key}: no file {str(path)!r}")
+    else:
+        try:
+            definition = check_function(path, name)
+        except ValueError as error:
+            problems.append(f"{key}: file {str(path)!r} {error}")
+        else:
+            if is_reward and definition is not None:
+                try:
+                    check_reward_parameters(definition)
+                except ValueError as error:
+                    problems.append(f"{key}: function {error}")
+    return f"{path}:{name}"

@@ -1,0 +1,129 @@
+"""``path.py:function`` references, checked by reading the source: nothing of the user's is run here."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nightshift.config.rewards import REWARD_PARAMETERS
+
+#: Parameter names that reward functions of other projects have, and the same thing here.
+_ALIASES = {
+    "solution_str": "response",
+    "completion": "response",
+    "completions": "response",
+    "answer": "ground_truth",
+    "label": "ground_truth",
+    "prompts": "prompt",
+    "extra": "extra_info",
+    "kwargs": "**kwargs",
+}
+
+
+def split_reference(text: str) -> tuple[str, str]:
+    """Splits ``path.py:function``.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    path, colon, name = text.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise ValueError("must be path.py:function")
+    return path, name
+
+
+def check_function(path: Path, name: str) -> ast.FunctionDef | None:
+    """Looks up the function in the source of ``path``.
+
+    Returns:
+        The definition, or None where the name is bound by an import or an assignment and its parameters are unknown.
+
+    Raises:
+        ValueError: the file cannot be read or parsed, or holds no such function; the message has no file name in it.
+    """
+    try:
+        module = ast.parse(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except SyntaxError as error:
+        raise ValueError(f"is not valid Python: line {error.lineno}: {error.msg}") from error
+    except ValueError as error:  # null bytes
+        raise ValueError(f"is not valid Python: {error}") from error
+    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+    bound: set[str] = set()
+    for statement in _top_level(module.body):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions[statement.name] = statement
+        else:
+            bound.update(_bound_names(statement))
+    found = functions.get(name)
+    if isinstance(found, ast.AsyncFunctionDef):
+        raise ValueError(f"defines {name!r} as an async function: an ordinary one is needed")
+    if found is None and name not in bound:
+        near = difflib.get_close_matches(name, [*functions, *bound], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(functions) or 'no function'}"
+        raise ValueError(f"has no function {name!r}{hint}")
+    return found
+
+
+def check_reward_parameters(function: ast.FunctionDef) -> None:
+    """Checks that every parameter can be filled by name.
+
+    Raises:
+        ValueError: a parameter has a name that no reward function gets; the message starts with the function's name.
+    """
+    arguments = function.args
+    for argument in arguments.posonlyargs:
+        raise ValueError(f"{function.name!r} has the positional-only parameter {argument.arg!r}: values come by name")
+    with_default = {argument.arg for argument in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
+    with_default |= {
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None
+    }
+    for argument in [*arguments.args, *arguments.kwonlyargs]:
+        optional = arguments.kwarg is not None and argument.arg in with_default
+        if argument.arg not in REWARD_PARAMETERS and not optional:
+            near = difflib.get_close_matches(argument.arg, REWARD_PARAMETERS, n=1)
+            right = _ALIASES.get(argument.arg) or (near[0] if near else "")
+            hint = f"did you mean {right!r}? " if right else ""
+            raise ValueError(
+                f"{function.name!r} asks for {argument.arg!r}, which no reward function gets: {hint}"
+                f"it may ask for {', '.join(REWARD_PARAMETERS)}, or take **kwargs"
+            )
+
+
+def required_parameters(function: ast.FunctionDef) -> set[str]:
+    """The parameters without a default value."""
+    arguments = function.args
+    required = {argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]}
+    return required | {
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    }
+
+
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import, also below ``if``, ``try`` and ``with``."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for name in ("body", "orelse", "finalbody"):
+            yield from _top_level(getattr(statement, name, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _top_level(handler.body)
+
+
+def _bound_names(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0]
+    elif isinstance(statement, ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
