@@ -1,0 +1,100 @@
+"""Evaluation on held-out prompts by the rollout servers, with greedy decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from nightshift.config import JobSpec
+from nightshift.data import Prompt, Tokenizer
+from nightshift.wire.experience import Sample
+from orchestrator.runner.engine import GenerateRequest
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.group import combine_rewards, reward_inputs
+from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.tracing import Tracing
+
+
+class Evaluator:
+    """Scores one greedy response to each held-out prompt."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_id: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        fleet: Fleet,
+        rewards: Sequence[tuple[str, float, ScorerClient]],
+        tracing: Tracing,
+    ) -> None:
+        self._spec = spec
+        self._run_id = run_id
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._fleet = fleet
+        self._rewards = rewards
+        self._tracing = tracing
+        self._stop_ids = tuple(sorted({*tokenizer.eos_ids, *spec.rollout.stop_token_ids}))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are held-out prompts."""
+        return bool(self._prompts)
+
+    async def run(self, step: int, version: str) -> dict[str, float]:
+        """Mean score over all held-out prompts (never the mean of batch means), with how many could be scored.
+
+        Raises:
+            RoleError: a role is away, or refuses.
+        """
+        began = time.monotonic()
+        span = self._tracing.job_span("evaluate", step=step, policy_version=version)
+        with self._tracing.within(span) as traceparent:
+            samples = await asyncio.gather(
+                *(self._one(at, prompt, step, traceparent) for at, prompt in enumerate(self._prompts))
+            )
+            inputs = [
+                item
+                for prompt, sample in zip(self._prompts, samples, strict=True)
+                for item in reward_inputs(prompt, [sample])
+            ]
+            scored = await asyncio.gather(*(client.score(inputs, traceparent) for _, _, client in self._rewards))
+        names, weights = [name for name, _, _ in self._rewards], [weight for _, weight, _ in self._rewards]
+        for at, sample in enumerate(samples):
+            combine_rewards(sample, names, weights, [reward.results[at] for reward in scored])
+        scores = [sample.reward for sample in samples if sample.reward is not None]
+        return {
+            "eval/score": float(np.mean(scores)) if scores else float("nan"),
+            "eval/scored": float(len(scores)),
+            "eval/prompts": float(len(samples)),
+            "eval/response_length": float(np.mean([len(sample.response_ids) for sample in samples])),
+            "eval/seconds": time.monotonic() - began,
+        }
+
+    async def _one(self, at: int, prompt: Prompt, step: int, traceparent: str) -> Sample:
+        answer = await self._fleet.generate(
+            GenerateRequest(
+                request_id=f"{self._run_id}.eval{step}.{at}",
+                prompt_ids=prompt.prompt_ids,
+                max_tokens=self._spec.rollout.max_response_length,
+                temperature=0.0,
+                stop_token_ids=self._stop_ids,
+                traceparent=traceparent,
+            )
+        )
+        return Sample(
+            sample_id=f"eval.{at}",
+            group_id=f"eval.{at}",
+            trace_id=self._tracing.job_trace_id,
+            prompt_ids=prompt.prompt_ids,
+            response_ids=answer.response_ids,
+            logprobs=answer.logprobs,
+            loss_mask=np.ones(len(answer.response_ids), np.uint8),
+            versions=answer.versions,
+            finish_reason=answer.finish_reason,
+            response_text=self._tokenizer.decode(answer.response_ids, skip_special_tokens=True),
+        )
