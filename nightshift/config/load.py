@@ -117,10 +117,9 @@ def _read_yaml(data: bytes, source: str) -> DictConfig:
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise BadInputError(
-            f"{source}{line} is not valid YAML: {error.problem or error.context}", role=_ROLE
-        ) from error
+        where = f"{source} line {mark.line + 1}" if mark else source
+        reason = error.problem or error.context
+        raise BadInputError(f"{where} is not valid YAML: {reason}", role=_ROLE) from error
     except yaml.YAMLError as error:
         raise BadInputError(f"{source} is not valid YAML: {error}", role=_ROLE) from error
     except (OmegaConfBaseException, RecursionError) as error:
