@@ -13,7 +13,8 @@ class AlgorithmConfig(Section):
     """How rewards become advantages, and advantages a loss."""
 
     estimator: str = "grpo"
-    """Advantage estimator: a registered name (grpo, dr_grpo, rloo, reinforce_plus_plus), or ``path.py:function``."""
+    """Advantage estimator: a registered name (grpo, dr_grpo, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, gae), or a function of (batch, config): ``path.py:function``."""
 
     std: Literal["sample", "population"] = "sample"
     """Standard deviation that GRPO divides by."""
@@ -39,12 +40,21 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL term (k1, k2, k3 of Schulman, "Approximating KL divergence", 2020)."""
 
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term stands: in the loss, or as a penalty on each token's reward (as REINFORCE++ has it, with k1)."""
+
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Discount and trace decay of GAE and V-trace."""
+
+    bootstrap_truncated: bool = False
+    """Whether a response that the length limit cut is valued as if it went on (GAE), or as ended."""
+
+    whiten_advantages: bool = False
+    """Bring the token advantages of the whole batch to mean 0 and variance 1, after any estimator."""
 
     max_log_ratio_warn: float = Field(default=0.1, gt=0)
     """Mean |log ratio| between trainer and sampler in the first step above which a warning is given."""

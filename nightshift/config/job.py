@@ -22,7 +22,7 @@ from nightshift.config.trainer import TrainerConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Estimators that compare the samples of one prompt: with one sample there is nothing to compare.
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 
 
 def _check_name(name: str) -> str:

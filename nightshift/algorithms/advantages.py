@@ -1,0 +1,234 @@
+"""From the rewards of a batch to the advantage of each token."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nightshift.algorithms.batch import AdvantageBatch, Doubles, has_spread
+from nightshift.algorithms.kl import kl_terms
+from nightshift.algorithms.metrics import mean_of_valid
+from nightshift.algorithms.registry import REGISTRY, Estimator, find_estimator
+from nightshift.algorithms.whiten import whiten_batch
+from nightshift.config.algorithm import AlgorithmConfig
+from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
+from nightshift.wire.experience import Sample
+
+_custom = functools.lru_cache(maxsize=16)(find_estimator)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageReport:
+    """What was counted while a batch's advantages were computed.
+
+    Attributes:
+        samples: samples of the batch.
+        valid: samples with a finite reward and at least one trained token.
+        unscored: samples without a reward, those with a NaN or infinite one included.
+        non_finite: samples whose reward is NaN or infinite.
+        empty: samples without a trained token; they take no part in their group.
+        groups: prompt groups.
+        single_groups: groups with fewer than two valid samples: nothing to compare, advantage 0.
+        zero_spread_groups: groups of two or more valid samples whose rewards are all equal.
+        mean_reward: mean over the valid samples, NaN without any.
+        clamped: tokens whose log-ratio was clamped in the KL penalty of the reward.
+        mean_kl: mean KL estimate of the penalty per trained token; NaN where the reward has no penalty.
+    """
+
+    samples: int
+    valid: int
+    unscored: int
+    non_finite: int
+    empty: int
+    groups: int
+    single_groups: int
+    zero_spread_groups: int
+    mean_reward: float
+    clamped: int = 0
+    mean_kl: float = math.nan
+
+    @property
+    def zero_spread_share(self) -> float:
+        """Share of the groups that have two or more valid samples in which all rewards are equal; 0 without any."""
+        compared = self.groups - self.single_groups
+        return self.zero_spread_groups / compared if compared else 0.0
+
+
+def compute_advantages(
+    samples: Sequence[Sample],
+    config: AlgorithmConfig,
+    *,
+    values: Sequence[NDArray[np.floating]] | None = None,
+    bootstraps: ArrayLike | None = None,
+) -> AdvantageReport:
+    """Sets ``advantages`` of each sample: [T] float32, 0 where the token is masked or the sample unscored.
+
+    Samples are grouped by ``group_id``, wherever they stand in the batch; their order stays. Computed in float64.
+
+    Args:
+        samples: the whole batch. An estimator that is not ``whole_batch`` gives the same for whole groups of it.
+        config: section ``algorithm`` of the job.
+        values: N arrays [T_i] from a critic, for estimators that need them.
+        bootstraps: [N] value after the last token. Used for truncated samples (by their finish reason) where
+            ``algorithm.bootstrap_truncated`` is set; all others ended, and nothing follows.
+
+    Raises:
+        BadInputError: unknown estimator, or one without the values it needs.
+        RoleError: a scored sample has no reference log-probs, and the KL term stands in the reward.
+        NightshiftError: an estimator of the user's raised, or returned something unusable; the message names it.
+    """
+    estimator = REGISTRY.get(config.estimator) or _custom(config.estimator)
+    batch, report = _make_batch(samples, config, values, bootstraps)
+    results = _run(estimator, batch, config)
+    if config.whiten_advantages:
+        places = [mask if on else np.zeros_like(mask) for mask, on in zip(batch.masks, batch.scored, strict=True)]
+        results = list(whiten_batch(results, places))
+    for sample, result, scored in zip(samples, results, batch.scored, strict=True):
+        sample.advantages = result.astype(np.float32) if scored else np.zeros(len(sample.response_ids), np.float32)
+    return report
+
+
+def loss_kl_coef(config: AlgorithmConfig) -> float:
+    """Weight of the KL term in the loss: 0 where the reward already carries it."""
+    return config.kl_coef if config.kl_in == "loss" else 0.0
+
+
+def needs_whole_batch(config: AlgorithmConfig) -> bool:
+    """Whether advantages can only be computed once the whole batch is there, and not group by group.
+
+    Runs no code of the user's: an estimator of theirs gets the whole batch.
+    """
+    estimator = REGISTRY.get(config.estimator)
+    return config.whiten_advantages or estimator is None or estimator.whole_batch
+
+
+def _make_batch(
+    samples: Sequence[Sample],
+    config: AlgorithmConfig,
+    values: Sequence[NDArray[np.floating]] | None,
+    bootstraps: ArrayLike | None,
+) -> tuple[AdvantageBatch, AdvantageReport]:
+    raw = np.array([np.nan if sample.reward is None else sample.reward for sample in samples], np.float64)
+    finite = np.isfinite(raw)
+    trained = np.array([bool(np.any(sample.loss_mask)) for sample in samples], np.bool_)
+    valid = finite & trained
+    rewards = np.where(valid, raw, np.nan)
+    numbers: dict[str, int] = {}
+    group_index = np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], np.intp)
+    token_rewards, penalties, clamped = _token_rewards(samples, rewards, config)
+    with_reference = all(sample.ref_logprobs is not None for sample in samples)
+    batch = AdvantageBatch(
+        rewards=rewards,
+        group_index=group_index,
+        masks=[sample.loss_mask for sample in samples],
+        token_rewards=token_rewards,
+        logprobs=[sample.logprobs for sample in samples],
+        ref_logprobs=[s.ref_logprobs for s in samples if s.ref_logprobs is not None] if with_reference else None,
+        values=_check_values(samples, values),
+        bootstraps=_bootstraps(samples, config, values, bootstraps),
+    )
+    groups = [rewards[members] for members in batch.groups()]
+    single = sum(int((~np.isnan(group)).sum()) < 2 for group in groups)
+    report = AdvantageReport(
+        samples=len(samples),
+        valid=int(valid.sum()),
+        unscored=int((~finite).sum()),
+        non_finite=sum(sample.reward is not None and not math.isfinite(sample.reward) for sample in samples),
+        empty=int((~trained).sum()),
+        groups=len(groups),
+        single_groups=single,
+        zero_spread_groups=sum(not has_spread(group) for group in groups) - single,
+        mean_reward=mean_of_valid(rewards.tolist()),
+        clamped=clamped,
+        mean_kl=mean_of_valid(np.concatenate(penalties).tolist()) if penalties else math.nan,
+    )
+    return batch, report
+
+
+def _token_rewards(
+    samples: Sequence[Sample], rewards: Doubles, config: AlgorithmConfig
+) -> tuple[list[Doubles], list[Doubles], int]:
+    """Token rewards of each sample, the KL estimates of the trained tokens, and the number of clamped ones."""
+    penalised = config.kl_in == "reward" and config.kl_coef > 0
+    result, penalties, clamped = [], [], 0
+    for sample, reward in zip(samples, rewards, strict=True):
+        tokens = np.zeros(len(sample.response_ids))
+        if not np.isnan(reward):
+            sampled = np.flatnonzero(sample.loss_mask)
+            if penalised:
+                if sample.ref_logprobs is None:
+                    raise RoleError(
+                        f"sample {sample.sample_id} has no reference log-probs, which algorithm.kl_in 'reward' needs",
+                        role="reference",
+                    )
+                terms, cut = kl_terms(sample.logprobs, sample.ref_logprobs, sample.loss_mask, config.kl_estimator)
+                tokens -= config.kl_coef * terms
+                penalties.append(terms[sampled].astype(np.float64))
+                clamped += cut
+            tokens[sampled[-1]] += reward
+        result.append(tokens)
+    return result, penalties, clamped
+
+
+def _check_values(
+    samples: Sequence[Sample], values: Sequence[NDArray[np.floating]] | None
+) -> Sequence[NDArray[np.floating]] | None:
+    if values is not None:
+        if len(values) != len(samples):
+            raise RoleError(f"{len(values)} value arrays for {len(samples)} samples", role="critic")
+        for sample, value in zip(samples, values, strict=True):
+            if value.shape != sample.loss_mask.shape:
+                raise RoleError(
+                    f"values of sample {sample.sample_id} have shape {value.shape}, expected {sample.loss_mask.shape}",
+                    role="critic",
+                )
+    return values
+
+
+def _bootstraps(
+    samples: Sequence[Sample],
+    config: AlgorithmConfig,
+    values: Sequence[NDArray[np.floating]] | None,
+    bootstraps: ArrayLike | None,
+) -> Doubles:
+    truncated = np.array([sample.truncated for sample in samples], np.bool_)
+    if values is None or not config.bootstrap_truncated or not truncated.any():
+        return np.zeros(len(samples))
+    if bootstraps is None:
+        raise BadInputError("algorithm.bootstrap_truncated needs the value after the last token of each sample")
+    return np.where(truncated, np.asarray(bootstraps, np.float64), 0.0)
+
+
+def _run(estimator: Estimator, batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """The estimator's result as N float64 arrays [T_i], 0 where masked."""
+    name = f"algorithm.estimator {config.estimator!r}"
+    try:
+        result = estimator.function(batch, config)
+    except NightshiftError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise NightshiftError(f"{name} raised {type(error).__name__}: {error}", role="job") from error
+    if result is None or not hasattr(result, "__len__") or len(result) != len(batch):
+        found = f"{len(result)} values" if hasattr(result, "__len__") else type(result).__name__
+        raise NightshiftError(f"{name} returned {found} for {len(batch)} samples", role="job")
+    arrays = []
+    for index, (mask, scored) in enumerate(zip(batch.masks, batch.scored, strict=True)):
+        try:
+            value = np.asarray(result[index], np.float64)
+        except (TypeError, ValueError) as error:
+            raise NightshiftError(f"{name} returned {result[index]!r} for sample {index}", role="job") from error
+        if value.shape not in ((), mask.shape):
+            raise NightshiftError(
+                f"{name} returned shape {value.shape} for sample {index}, expected one number or {mask.shape}",
+                role="job",
+            )
+        tokens = np.where(mask > 0, value, 0.0) if scored else np.zeros(mask.shape)
+        if not np.isfinite(tokens).all():
+            raise NightshiftError(f"{name} returned a value that is not finite for sample {index}", role="job")
+        arrays.append(tokens)
+    return arrays

@@ -1,0 +1,122 @@
+"""The built-in advantage estimators. Each is a pure function of a batch and section ``algorithm`` of the job.
+
+An estimator returns either one number per sample, [N], which stands for all tokens of the sample, or N arrays [T_i].
+Masked tokens and unscored samples are set to 0 afterwards, whatever it returns for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from nightshift.algorithms.batch import AdvantageBatch, Doubles, has_spread
+from nightshift.algorithms.gae import gae
+from nightshift.algorithms.ragged import Layout, suffix_sums
+from nightshift.algorithms.whiten import whiten_batch
+from nightshift.config.algorithm import AlgorithmConfig
+from nightshift.wire.errors import BadInputError
+
+
+def grpo_advantages(rewards: Doubles, *, std: str = "sample", epsilon: float = 1e-6) -> Doubles:
+    """(r - mean) / (std + epsilon) inside one prompt group (GRPO, Shao et al. 2024).
+
+    Args:
+        rewards: [n], NaN where unscored.
+        std: "sample" divides by n - 1, "population" by n.
+        epsilon: added to the standard deviation.
+
+    Returns:
+        [n] float64; exactly 0 in a group without spread, with fewer than two scored members, and where unscored.
+    """
+    scored, out = ~np.isnan(rewards), np.zeros(len(rewards))
+    if has_spread(rewards):
+        valid = rewards[scored]
+        out[scored] = (valid - valid.mean()) / (valid.std(ddof=1 if std == "sample" else 0) + epsilon)
+    return out
+
+
+def dr_grpo_advantages(rewards: Doubles) -> Doubles:
+    """r - mean inside one prompt group (Dr.GRPO, Liu et al. 2025); zeros as in :func:`grpo_advantages`."""
+    scored, out = ~np.isnan(rewards), np.zeros(len(rewards))
+    if has_spread(rewards):
+        out[scored] = rewards[scored] - rewards[scored].mean()
+    return out
+
+
+def rloo_advantages(rewards: Doubles) -> Doubles:
+    """r less the mean of the *other* scored members (RLOO, Ahmadian et al. 2024); zeros as above."""
+    count = int((~np.isnan(rewards)).sum())
+    return dr_grpo_advantages(rewards) * (count / (count - 1)) if count > 1 else np.zeros(len(rewards))
+
+
+def _per_group(batch: AdvantageBatch, rule: Callable[[Doubles], Doubles]) -> Doubles:
+    rewards, out = batch.sequence_rewards(), np.zeros(len(batch))
+    for members in batch.groups():
+        out[members] = rule(rewards[members])
+    return out
+
+
+def grpo(batch: AdvantageBatch, config: AlgorithmConfig) -> Doubles:
+    """GRPO: [N]."""
+    return _per_group(batch, lambda rewards: grpo_advantages(rewards, std=config.std, epsilon=config.epsilon))
+
+
+def dr_grpo(batch: AdvantageBatch, config: AlgorithmConfig) -> Doubles:
+    """Dr.GRPO: [N]."""
+    return _per_group(batch, dr_grpo_advantages)
+
+
+def rloo(batch: AdvantageBatch, config: AlgorithmConfig) -> Doubles:
+    """RLOO: [N]."""
+    return _per_group(batch, rloo_advantages)
+
+
+def reinforce_plus_plus(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """REINFORCE++ (Hu et al. 2025): return-to-go of each token, then one whitening over the batch's sampled tokens."""
+    return _whitened_returns(batch, list(batch.token_rewards), config.gamma)
+
+
+def reinforce_plus_plus_baseline(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """REINFORCE++ with the group's mean score as baseline: it is taken off each score before the returns."""
+    baseline = _per_group(
+        batch,
+        lambda rewards: np.full(len(rewards), np.nanmean(rewards)) if not np.isnan(rewards).all() else rewards * 0,
+    )
+    shifted = []
+    for index, rewards in enumerate(batch.token_rewards):
+        sampled = np.flatnonzero(batch.masks[index])
+        part = rewards.copy()
+        if batch.scored[index]:
+            part[sampled[-1]] -= baseline[index]
+        shifted.append(part)
+    return _whitened_returns(batch, shifted, config.gamma)
+
+
+def gae_estimator(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """GAE from a critic's values.
+
+    Raises:
+        BadInputError: the batch has no values.
+    """
+    if batch.values is None:
+        raise BadInputError(
+            "algorithm.estimator 'gae' needs the values of a critic, and the job has none",
+            role="job",
+            fix="Give scorers.critic, or choose an estimator without a critic (grpo, rloo, reinforce_plus_plus)",
+        )
+    return gae(
+        batch.token_rewards,
+        batch.values,
+        batch.masks,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        bootstraps=batch.bootstraps,
+    )[0]
+
+
+def _whitened_returns(batch: AdvantageBatch, token_rewards: list[Doubles], gamma: float) -> list[Doubles]:
+    layout = Layout.of(batch.masks)
+    returns = layout.unpack(suffix_sums(layout.pack(token_rewards), gamma))
+    counted = [mask if on else np.zeros_like(mask) for mask, on in zip(batch.masks, batch.scored, strict=True)]
+    return whiten_batch(returns, counted)
