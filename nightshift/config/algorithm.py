@@ -41,7 +41,7 @@ class AlgorithmConfig(Section):
     """Estimator of the KL term (k1, k2, k3 of Schulman, "Approximating KL divergence", 2020)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL term stands: in the loss, or as a penalty on each token's reward (as REINFORCE++ has it, with k1)."""
+    """Where the KL term stands: in the loss, or as a penalty on each token's reward (REINFORCE++: with k1)."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
