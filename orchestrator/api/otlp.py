@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +19,19 @@ _STATUS = {0: "unset", 1: "ok", 2: "error"}
 
 
 class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
-    """Decodes what exporters send and hands each span to a sink."""
+    """Decodes what exporters send and hands each span to a sink.
 
-    def __init__(self, sink: SpanSink) -> None:
+    Args:
+        sink: gets each span.
+        forward: ``http://host:port`` of a further OTLP/gRPC receiver that gets everything as well; None: none.
+    """
+
+    def __init__(self, sink: SpanSink, forward: str | None = None) -> None:
         self._sink = sink
         self._server: grpc.aio.Server | None = None
+        self._forward_url = forward
+        self._channel: grpc.aio.Channel | None = None
+        self._forwarding: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int) -> int:
         """Listens on loopback; 0 takes any free port. Returns the port.
@@ -40,18 +50,38 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignor
                 f"port {port} for spans is taken", role="orchestrator", fix="Set resources.ports.otlp to a free port or 0"
             )
         await self._server.start()
+        if self._forward_url:
+            target = self._forward_url.split("://", 1)[-1]
+            secure = self._forward_url.startswith("https://")
+            credentials = grpc.ssl_channel_credentials() if secure else None
+            self._channel = (
+                grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
+            )
         return int(bound)
 
     async def stop(self) -> None:
         """Stops listening after the calls in progress, for two seconds at most."""
         if self._server is not None:
             await self._server.stop(2.0)
+        if self._forwarding:
+            await asyncio.wait(self._forwarding, timeout=2.0)
+        if self._channel is not None:
+            await self._channel.close()
 
     async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the rpc
         """Receives one batch of spans."""
         for span in decode(request):
             self._sink(span)
+        if self._channel is not None:
+            task = asyncio.create_task(self._forward(self._channel, request))
+            self._forwarding.add(task)
+            task.add_done_callback(self._forwarding.discard)
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def _forward(self, channel: grpc.aio.Channel, request: Any) -> None:
+        # A tracing backend that is away must never hold up or fail a run: what it misses still is in events.jsonl.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await trace_service_pb2_grpc.TraceServiceStub(channel).Export(request, timeout=5.0)
 
 
 def decode(request: Any) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from nightshift.wire.experience import FINISH_ABORT, Floats, Ids, VersionSpan
 #: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
 _ROUNDING = 1e-4
 _ADMIN_TIMEOUT_S = 60.0
+GENERATE = "/inference/v1/generate"
 
 
 class EngineAwayError(RoleError):
@@ -86,8 +88,8 @@ class Engine:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """Draws one sample.
+    async def generate(self, request: GenerateRequest, on_sent: Callable[[], None] | None = None) -> Generated:
+        """Draws one sample. ``on_sent`` is called when the request has left.
 
         Raises:
             EngineAwayError: connection lost, 5xx or time-out: send again.
@@ -107,14 +109,16 @@ class Engine:
         if request.traceparent:
             headers["traceparent"] = request.traceparent
         body = {"token_ids": request.prompt_ids.tolist(), "sampling_params": sampling}
-        answer = await self._post("/inference/v1/generate", body, headers=headers)
+        answer = await self._call(
+            "POST", GENERATE, body=body, headers=headers, timeout_s=self._timeout_s, on_sent=on_sent
+        )
         return parse_generated(answer, request.request_id)
 
     async def score(self, prompt_ids: Ids, response_ids: Ids) -> Floats:
         """Log-probs [T] of the response tokens under the server's weights, at temperature 1."""
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
         body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}}
-        answer = await self._post("/inference/v1/generate", body)
+        answer = await self._call("POST", GENERATE, body=body, timeout_s=self._timeout_s)
         rows = answer.get("prompt_logprobs") or []
         if len(rows) != len(ids):
             raise InvalidAnswerError(f"{self.address.name} scored {len(rows)} of {len(ids)} tokens", "probe")
@@ -137,7 +141,7 @@ class Engine:
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Prepares the weight transfer; once per start of the server."""
-        await self._post("/init_weight_transfer_engine", {"init_info": info})
+        await self._call("POST", "/init_weight_transfer_engine", body={"init_info": info})
 
     async def pause(self, mode: str = "keep") -> None:
         """Stops decoding; running requests are kept ("keep") or waited for ("wait")."""
@@ -160,18 +164,14 @@ class Engine:
         await self.pause(mode)
         try:
             await self._call("POST", "/start_weight_update")
-            await self._post("/update_weights", {"update_info": update_info})
-            await self._post("/finish_weight_update", {"weight_version": version})
+            await self._call("POST", "/update_weights", body={"update_info": update_info})
+            await self._call("POST", "/finish_weight_update", body={"weight_version": version})
         finally:
             await self.resume()
         held = await self.weight_version()
         if held != version:
             raise VersionConflictError(f"{self.address.name} holds {held!r} after a push of {version!r}", role="rollout")
         return time.perf_counter() - began
-
-    async def _post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        timeout = self._timeout_s if path.startswith("/inference") else _ADMIN_TIMEOUT_S
-        return await self._call("POST", path, body=body, headers=headers, timeout_s=timeout)
 
     async def _call(
         self,
@@ -181,10 +181,19 @@ class Engine:
         body: Any = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = _ADMIN_TIMEOUT_S,
+        on_sent: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         name = self.address.name
+
+        async def trace(event: str, _info: Any) -> None:
+            if on_sent is not None and event.endswith("send_request_body.complete"):
+                on_sent()
+
+        extensions = {"trace": trace} if on_sent is not None else None
         try:
-            answer = await self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
+            answer = await self._http.request(
+                method, path, json=body, headers=headers, timeout=timeout_s, extensions=extensions
+            )
         except httpx.TimeoutException as error:
             raise RoleTimeoutError(f"{name} did not answer {path} within {timeout_s:g} s", role="rollout") from error
         except httpx.HTTPError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -100,6 +101,8 @@ class Fleet:
         self.rejected: Counter[str] = Counter()
         self.failure: NightshiftError | None = None
         self.pause_seconds = 0.0
+        self._turnstile: asyncio.Lock | None = None
+        self._sent = 0
 
     @property
     def running(self) -> int:
@@ -140,7 +143,7 @@ class Fleet:
             server = await self._acquire(deadline)
             try:
                 server.running += 1
-                return await server.engine.generate(replace(request, request_id=f"{request.request_id}.{attempt}"))
+                return await self._send(server, replace(request, request_id=f"{request.request_id}.{attempt}"))
             except InvalidAnswerError as error:
                 self.rejected[error.kind] += 1
                 if attempt >= self._retries:
@@ -176,13 +179,42 @@ class Fleet:
             raise unexpected or errors[0]
         return max(result for result in results if isinstance(result, float))
 
-    async def pause(self) -> None:
-        """Holds all servers: requests sent now are queued."""
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Holds all servers: requests sent meanwhile go out one after the other and are queued in that order."""
         await asyncio.gather(*(server.engine.pause() for server in self.servers))
+        self._turnstile, self._sent = asyncio.Lock(), 0
+        try:
+            yield
+        finally:
+            self._turnstile = None
+            await asyncio.gather(*(server.engine.resume() for server in self.servers))
 
-    async def resume(self) -> None:
-        """Lets all servers go on."""
-        await asyncio.gather(*(server.engine.resume() for server in self.servers))
+    async def wait_sent(self, requests: int) -> None:
+        """Waits until so many requests were sent since the servers are held.
+
+        Raises:
+            RoleTimeoutError: they were not sent within the time that a role may be away.
+        """
+        deadline = time.monotonic() + self._away_s
+        while self._sent < requests:
+            if time.monotonic() > deadline:
+                raise RoleTimeoutError(f"{self._sent} of {requests} requests were sent in {self._away_s:g} s", role="rollout")
+            await asyncio.sleep(0.005)
+
+    async def _send(self, server: Server, request: GenerateRequest) -> Generated:
+        if self._turnstile is None:
+            return await server.engine.generate(request)
+        sent = asyncio.Event()
+        async with self._turnstile:
+            answer = asyncio.create_task(server.engine.generate(request, on_sent=sent.set))
+            waiter = asyncio.create_task(sent.wait())
+            await asyncio.wait({answer, waiter}, return_when=asyncio.FIRST_COMPLETED)
+            waiter.cancel()
+            # The server reads its connections in the order in which data arrives: leave it time for this one.
+            await asyncio.sleep(0.002)
+            self._sent += 1
+        return await answer
 
     async def _bring(self, server: Server) -> float:
         publication = self._published

@@ -18,7 +18,6 @@ from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
-from nightshift.wire.trace import TraceContext
 from orchestrator.runner.engine import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.intervals import Interval
@@ -265,8 +264,9 @@ def combine_rewards(
     sample.reward = total
 
 
-def start_group_span(tracing: Tracing, index: int, prompt: Prompt, epoch: int) -> tuple[Span, str]:
-    """The root span of a group and its trace id."""
-    span = tracing.group(group_id=group_id(index), row_id=str(prompt.row_id), epoch=epoch)
-    ids = span.get_span_context()
-    return span, TraceContext(f"{ids.trace_id:032x}", f"{ids.span_id:016x}", True).trace_id
+def start_group_span(
+    tracing: Tracing, index: int, prompt: Prompt, epoch: int, trace_id: str | None = None
+) -> tuple[Span, str]:
+    """The root span of a group and its trace id; a group that is made again keeps its trace."""
+    span = tracing.group(trace_id, group_id=group_id(index), row_id=str(prompt.row_id), epoch=epoch)
+    return span, f"{span.get_span_context().trace_id:032x}"

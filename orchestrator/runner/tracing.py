@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import Span, Tracer
 
 from nightshift.wire import telemetry
-from nightshift.wire.trace import TraceContext
+from nightshift.wire.trace import TraceContext, new_span_id
 
 ROLE = "orchestrator"
 
@@ -65,11 +65,19 @@ class Tracing:
         """Ends the job's span."""
         self._job_root.end()
 
-    def group(self, **attributes: Any) -> Span:
-        """The root span of a prompt group, in a trace of its own that is linked to the job's."""
+    def group(self, trace_id: str | None = None, **attributes: Any) -> Span:
+        """The root span of a prompt group, in a trace of its own that is linked to the job's.
+
+        Args:
+            trace_id: the trace of a group that is made again; None: a new trace.
+        """
         link = trace.Link(self._job_root.get_span_context())
         attributes["job_trace_id"] = self.job_trace_id
-        return self._tracer.start_span("group", context=Context(), links=[link], attributes=attributes)
+        context = Context()
+        if trace_id is not None:
+            # The parent is the group's earlier root, whose span id went down with its process.
+            context = telemetry.context_from(TraceContext(trace_id, new_span_id(), True).traceparent)
+        return self._tracer.start_span("group", context=context, links=[link], attributes=attributes)
 
     def child(self, name: str, parent: Span, *, role: str = ROLE, **attributes: Any) -> Span:
         """A span below another one; the caller ends it."""

@@ -1,0 +1,283 @@
+"""The pipeline of one job: groups are generated and scored while the step before them trains.
+
+Two loops share one state: ``_issue`` starts groups as far as the staleness bound allows, ``_train`` takes whole batches
+of ready groups and makes steps of them. Everything that decides is pure (admission, ledger, batch); this module only
+waits, calls and notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import StatusCode
+
+from nightshift.config import JobSpec
+from nightshift.data import Cursor, Prompt
+from nightshift.wire.errors import NightshiftError, RoleTimeoutError
+from nightshift.wire.events import EventLog
+from orchestrator.runner.admission import Admission, must_wait_for, too_old
+from orchestrator.runner.books import Books
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.group import Group, GroupRunner, start_group_span
+from orchestrator.runner.ledger import GroupRecord, GroupState
+from orchestrator.runner.spool import Spool
+from orchestrator.runner.stepper import Stepper
+from orchestrator.runner.tracing import Tracing
+
+
+@dataclass
+class PipelineState:
+    """What both loops see."""
+
+    running: dict[int, Group] = field(default_factory=dict)
+    ready: dict[int, Group] = field(default_factory=dict)
+    buffered_bytes: int = 0
+    failed_in_row: int = 0
+    last_failure: NightshiftError | None = None
+
+
+class Pipeline:
+    """Runs the steps ``stepper.step + 1`` to ``total_steps`` of a job."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        total_steps: int,
+        *,
+        prompts: list[Prompt],
+        cursor: Cursor,
+        books: Books,
+        fleet: Fleet,
+        runner: GroupRunner,
+        stepper: Stepper,
+        spool: Spool,
+        tracing: Tracing,
+        events: EventLog,
+        admission: Admission,
+    ) -> None:
+        self._spec = spec
+        self._total_steps = total_steps
+        self._prompts = prompts
+        self._cursor = cursor
+        self._books = books
+        self._fleet = fleet
+        self._runner = runner
+        self._stepper = stepper
+        self._spool = spool
+        self._tracing = tracing
+        self._events = events
+        self._admission = admission
+        self._state = PipelineState()
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+
+    @property
+    def state(self) -> PipelineState:
+        """Groups in flight, for progress views and tests."""
+        return self._state
+
+    def stop(self) -> None:
+        """Asks for an end after the step in progress."""
+        self._stop.set()
+
+    async def run(self, resumed: list[tuple[GroupRecord, Group | None]]) -> bool:
+        """Runs to the end; returns False where :meth:`stop` ended it earlier.
+
+        Args:
+            resumed: groups that were in flight at the last commit: with their experience, or None to be made again.
+
+        Raises:
+            NightshiftError: a role failed for good.
+        """
+        issue = asyncio.create_task(self._issue(resumed))
+        train = asyncio.create_task(self._train())
+        stop = asyncio.create_task(self._stop.wait())
+        progress = asyncio.create_task(self._report())
+        try:
+            await asyncio.wait({issue, train, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if issue.done() and not train.done() and not self._stop.is_set():
+                issue.result()  # raises where issuing failed
+                await asyncio.wait({train, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not train.done():
+                # A stop: the update in progress ends (its answer decides what the checkpoint holds), nothing new starts.
+                issue.cancel()
+                await self._stepper.finish_step(self._spec.trainer.update_timeout_s)
+                train.cancel()
+                await asyncio.gather(train, return_exceptions=True)
+                return False
+            train.result()
+            return True
+        finally:
+            for task in (issue, train, stop, progress, *self._tasks):
+                task.cancel()
+            await asyncio.gather(issue, train, stop, progress, *self._tasks, return_exceptions=True)
+
+    # Issuing ----------------------------------------------------------------------------------------------------------
+
+    async def _issue(self, resumed: list[tuple[GroupRecord, Group | None]]) -> None:
+        again = []
+        for record, group in resumed:
+            if group is not None:
+                self._state.ready[group.index] = group
+                self._state.buffered_bytes += group.bytes
+            else:
+                again.append(record)
+        deterministic = self._spec.pipeline.deterministic
+        while True:
+            await self._wait(lambda: bool(again) or self._may_start())
+            starting = [await self._start_again(record) for record in again]
+            again = []
+            while self._may_start():
+                starting.append(await self._start_next())
+                if not deterministic:
+                    break
+            if deterministic:
+                await self._launch_held(starting)
+            else:
+                for group in starting:
+                    self._launch(group)
+
+    def _may_start(self) -> bool:
+        books = self._books.ledger
+        room = self._state.buffered_bytes < self._spec.pipeline.buffer_mib * 2**20
+        return room and self._admission.may_start(books.accepted, books.running)
+
+    async def _start_next(self) -> Group:
+        epoch, row = self._cursor.next()
+        index = self._books.ledger.issued
+        span, trace_id = start_group_span(self._tracing, index, self._prompts[row], epoch)
+        await self._books.issue(GroupRecord(index=index, row=row, epoch=epoch, trace_id=trace_id))
+        return Group(index, self._prompts[row], epoch, trace_id, self._stepper.server_step, span)
+
+    async def _start_again(self, record: GroupRecord) -> Group:
+        prompt = self._prompts[record.row]
+        span, _ = start_group_span(self._tracing, record.index, prompt, record.epoch, record.trace_id)
+        return Group(record.index, prompt, record.epoch, record.trace_id, self._stepper.server_step, span)
+
+    async def _launch_held(self, groups: list[Group]) -> None:
+        """Starts a whole batch while the servers hold, so that they queue its requests in the order of their ids."""
+        async with self._fleet.held():
+            for group in groups:
+                self._launch(group)
+            await self._fleet.wait_sent(len(groups) * self._spec.rollout.n)
+
+    def _launch(self, group: Group) -> None:
+        self._state.running[group.index] = group
+        task = asyncio.create_task(self._run_group(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_group(self, group: Group) -> None:
+        try:
+            await self._runner.run(group)
+        except NightshiftError as error:
+            group.span.set_status(StatusCode.ERROR, error.message)
+            group.span.end()
+            await self._books.move(group.index, GroupState.FAILED, reason=str(error))
+            del self._state.running[group.index]
+            self._state.failed_in_row += 1
+            self._state.last_failure = error
+            self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
+            await self._notify()
+            return
+        versions = sorted((span.version for s in group.samples for span in s.versions), key=lambda v: int(v.rsplit("/", 1)[-1]))
+        self._spool.put(group.index, group.samples)
+        await self._books.move(
+            group.index,
+            GroupState.READY,
+            oldest_version=versions[0] if versions else "",
+            newest_version=versions[-1] if versions else "",
+        )
+        del self._state.running[group.index]
+        group.waiting = self._tracing.child("buffer", group.span)
+        self._state.ready[group.index] = group
+        self._state.buffered_bytes += group.bytes
+        self._state.failed_in_row = 0
+        await self._notify()
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        while self._stepper.step < self._total_steps and not self._stop.is_set():
+            began = time.time()
+            groups = await self._collect()
+            await self._stepper.make_step(groups, waited_since=began)
+            for group in groups:
+                self._state.buffered_bytes -= group.bytes
+            await self._notify()
+        await self._stepper.settle()
+
+    async def _collect(self) -> list[Group]:
+        """The groups of the next step: the ready ones with the lowest numbers, none of them too old."""
+        step, size = self._stepper.step, self._admission.batch
+        while True:
+            await self._wait(lambda: len(self._state.ready) >= size or self._hopeless())
+            if self._hopeless() and len(self._state.ready) < size:
+                raise self._state.last_failure or RoleTimeoutError("no group could be had", role="rollout")
+            await self._drop_stale(step)
+            chosen = sorted(self._state.ready)[:size]
+            if len(chosen) < size:
+                continue
+            started = [(index, group.started_version) for index, group in self._state.running.items()]
+            held = []
+            if self._spec.pipeline.on_stale == "wait":
+                held = must_wait_for(started, step, self._admission.max_staleness)
+            if held:
+                # The update would make these too old for any later step: it is held back until one of them is in.
+                await self._wait(lambda: self._hopeless() or not set(held) <= self._state.running.keys())
+                continue
+            return [self._state.ready.pop(index) for index in chosen]
+
+    async def _drop_stale(self, step: int) -> None:
+        bound = self._admission.max_staleness
+        for index, group in list(self._state.ready.items()):
+            if too_old(group.oldest_version, step, bound):
+                del self._state.ready[index]
+                self._state.buffered_bytes -= group.bytes
+                await self._books.move(index, GroupState.DROPPED_STALE, reason=f"older than {bound} versions at step {step}")
+                self._spool.remove([index])
+                if group.waiting is not None:
+                    group.waiting.end()
+                group.span.set_attribute("rl.dropped", "stale")
+                group.span.end()
+                await self._notify()
+
+    def _hopeless(self) -> bool:
+        """Whether as many groups failed in a row as a whole batch holds: waiting would not help."""
+        return self._state.failed_in_row >= max(2, self._admission.batch)
+
+    # Waiting ----------------------------------------------------------------------------------------------------------
+
+    async def notify(self) -> None:
+        """Tells waiting loops that something outside changed: weights on the servers, or a setting."""
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, ready: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(ready)
+
+    async def _report(self) -> None:
+        """Says what each role is doing, when it changes."""
+        last: dict[str, str] = {}
+        while True:
+            calls = self._runner.calls
+            doing = {
+                "rollout": f"{self._fleet.running} requests" if self._fleet.running else "idle",
+                "reward": f"{calls['reward']} calls" if calls["reward"] else "idle",
+                "reference": f"{calls['reference']} calls" if calls["reference"] else "idle",
+                "trainer": self._stepper.doing,
+                "buffer": f"{len(self._state.ready)} groups ready",
+            }
+            for role, text in doing.items():
+                if last.get(role) != text:
+                    self._events.append("activity", role=role, doing=text)
+            last = doing
+            await asyncio.sleep(1.0)

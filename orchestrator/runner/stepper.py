@@ -1,0 +1,322 @@
+"""One optimiser step after the other: advantages, update, publication, push, metrics, checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nightshift.algorithms import compute_advantages
+from nightshift.algorithms.schedule import learning_rate
+from nightshift.config import JobSpec
+from nightshift.wire.events import EventLog
+from nightshift.wire.scoring import SequenceInput
+from nightshift.wire.version import Lineage
+from orchestrator.runner.admission import Admission
+from orchestrator.runner.batch import batch_metrics, check_budget, loss_spec, rollout_rows, trainable
+from orchestrator.runner.books import Books
+from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.evaluate import Evaluator
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.group import Group
+from orchestrator.runner.intervals import Interval, clip, intersection, length, union
+from orchestrator.runner.rollouts import write_rollouts
+from orchestrator.runner.spool import Spool
+from orchestrator.runner.tracing import Tracing
+from orchestrator.runner.tracking import Tracking
+from orchestrator.runner.trainer import Publication, TrainerClient, Updated
+
+
+@dataclass
+class Busy:
+    """When generation and training ran, in unix seconds."""
+
+    rollout: list[Interval] = field(default_factory=list)
+    trainer: list[Interval] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+
+    def overlap_share(self) -> float:
+        """Share of the run's time in which generation and training ran at once."""
+        return length(intersection(self.rollout, self.trainer)) / max(1e-9, self.ended - self.began)
+
+
+class Stepper:
+    """Makes steps and brings their weights to the servers.
+
+    Attributes:
+        step: steps made so far; also the step of the trainer's weights.
+        server_step: step of the weights that all usable servers hold.
+        doing: what the trainer is doing, in words.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: Path,
+        total_steps: int,
+        *,
+        lineage: Lineage,
+        step: int,
+        trainer: TrainerClient,
+        fleet: Fleet,
+        books: Books,
+        spool: Spool,
+        evaluator: Evaluator,
+        checkpoints: Checkpoints,
+        tracking: Tracking,
+        tracing: Tracing,
+        events: EventLog,
+        admission: Admission,
+        probe: list[SequenceInput],
+        cursor_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.step = step
+        self.server_step = step
+        self.doing = "idle"
+        self.lineage = lineage
+        self.busy = Busy()
+        self.changed: Callable[[], Awaitable[None]] | None = None
+        self._spec = spec
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._trainer = trainer
+        self._fleet = fleet
+        self._books = books
+        self._spool = spool
+        self._evaluator = evaluator
+        self._checkpoints = checkpoints
+        self._tracking = tracking
+        self._tracing = tracing
+        self._events = events
+        self._admission = admission
+        self._probe = probe
+        self._cursor_state = cursor_state
+        self._in_step = asyncio.Lock()
+        self._after: asyncio.Task[None] | None = None
+        self._consumed: dict[int, list[int]] = {}
+        self._committed: int | None = None
+        self._last_end = time.time()
+
+    async def begin(self) -> None:
+        """Brings the first weights to the servers and evaluates them."""
+        publication = await self._publish()
+        await self._push(publication)
+        if self._evaluator.enabled:
+            await self._evaluate()
+        self.busy.began = self._last_end = time.time()
+
+    async def make_step(self, groups: Sequence[Group], waited_since: float) -> None:
+        """Trains on a batch; returns when the trainer is free again.
+
+        With a staleness bound of 0 the new weights are on the servers then, otherwise their push goes on beside the
+        next batch.
+
+        Raises:
+            NightshiftError: a role failed, or too much of the batch is unusable.
+        """
+        async with self._in_step:
+            waited = time.time() - waited_since
+            check_budget(groups, self._spec.rollout.n, self._spec.pipeline.failure_budget)
+            adv_began = time.monotonic()
+            samples = [sample for group in groups for sample in group.samples]
+            report = compute_advantages(samples, self._spec.algorithm)
+            adv_seconds = time.monotonic() - adv_began
+            expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
+            metrics = batch_metrics(groups, self.step) | report.metrics()
+            span = self._tracing.job_span(
+                "optimizer_step",
+                role="trainer",
+                links=[group.span for group in groups],
+                step=self.step + 1,
+                policy_version=str(new),
+                groups=[group.group_id for group in groups],
+            )
+            began = time.time()
+            with self._tracing.within(span) as traceparent:
+                self.doing = f"update of step {self.step + 1}"
+                updated = await self._update(samples, str(expect), str(new), traceparent)
+                await self._books.train([group.index for group in groups], self.step + 1, self.lineage.number)
+                self.step += 1
+                self._consumed[self.step] = [group.index for group in groups]
+                for group in groups:
+                    if group.waiting is not None:
+                        group.waiting.end()
+                    group.span.set_attributes({"rl.step": self.step, "rl.policy_version": str(new)})
+                    group.span.end()
+            self.busy.trainer = union([*self.busy.trainer, (began, time.time())])
+            if self._spec.tracking.rollouts:
+                rows = rollout_rows(groups, self.step, str(expect))
+                await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
+            self.doing = "publishing weights"
+            if self._after is not None:
+                await self._after  # the push before this one, and its evaluation, come first
+            published = time.time()
+            publication = await self._publish(groups)
+            self.busy.trainer = union([*self.busy.trainer, (published, time.time())])
+            metrics |= updated.metrics | self._times(groups, waited, adv_seconds, updated, publication)
+            if self._save_due():
+                await self.checkpoint()
+            self.doing = "waiting for a batch"
+            self._after = asyncio.create_task(self._after_update(publication, metrics, len(groups), self._test_due()))
+            if self._admission.max_staleness == 0:
+                await self._after
+
+    async def settle(self) -> None:
+        """Waits for the push and the evaluation that are still running."""
+        if self._after is not None:
+            await self._after
+        self.busy.ended = time.time()
+
+    async def finish_step(self, timeout_s: float) -> None:
+        """Waits for the step in progress, if any.
+
+        Raises:
+            TimeoutError: it did not end in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            async with self._in_step:
+                pass
+            await self.settle()
+
+    async def checkpoint(self) -> None:
+        """Writes a checkpoint of the weights as they are, with everything that a resumed run needs."""
+        if self._committed == self.step:
+            return
+        self.doing = f"saving step {self.step}"
+        manifest = {
+            "run_id": self.lineage.run,
+            "lineage": self.lineage.number,
+            "branches": self.lineage.branches,
+            "step": self.step,
+            "total_steps": self._total_steps,
+            "policy_version": str(self.lineage.version(self.step)),
+            "issued": self._books.ledger.issued,
+            "cursor": self._cursor_state(),
+            "finished_groups": self._admission.finished_groups,
+            "consumed": {str(step): indices for step, indices in self._consumed.items()},
+            "job_trace_id": self._tracing.job_trace_id,
+            "time": time.time(),
+        }
+        export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export else ""
+        span = self._tracing.job_span("checkpoint", step=self.step)
+        with self._tracing.within(span) as traceparent:
+            await self._trainer.save(
+                manifest,
+                state_dir=str(self._checkpoints.state_dir(self.step)),
+                export_dir=export,
+                traceparent=traceparent,
+            )
+        self._checkpoints.keep_manifest(self.step, manifest)
+        self._spool.remove([index for indices in self._consumed.values() for index in indices])
+        self._consumed = {}
+        self._committed = self.step
+        self._checkpoints.rotate(self._spec.checkpoint.keep)
+        self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))
+
+    async def _update(self, samples: list[Any], expect: str, new: str, traceparent: str) -> Updated:
+        config = self._spec.trainer
+        used = trainable(samples)
+        rate = learning_rate(
+            self.step,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=self._total_steps,
+        )
+        rollout = self._spec.rollout
+        loss = loss_spec(self._spec.algorithm, used, rollout.temperature, rollout.max_response_length)
+        updated = await self._trainer.update(
+            used, loss, step=self.step + 1, expect=expect, new=new, learning_rate=rate, traceparent=traceparent
+        )
+        updated.metrics.setdefault("lr", rate)
+        if not updated.stepped:
+            self._events.append("warning", role="trainer", message=f"step {self.step + 1} had nothing to learn from")
+        ratio = updated.metrics.get("log_ratio/abs_mean", 0.0)
+        if self.step == 0 and ratio > self._spec.algorithm.max_log_ratio_warn:
+            self._events.append(
+                "warning",
+                role="trainer",
+                message=f"mean |log ratio| between trainer and sampler is {ratio:.3g} in the first step: check that both "
+                "use the same precision, temperature and attention",
+            )
+        return updated
+
+    async def _publish(self, groups: Sequence[Group] = ()) -> Publication:
+        version = str(self.lineage.version(self.step))
+        span = self._tracing.job_span(
+            "publish", role="trainer", links=[group.span for group in groups], policy_version=version
+        )
+        with self._tracing.within(span) as traceparent:
+            return await self._trainer.publish(version, self._probe, traceparent)
+
+    async def _push(self, publication: Publication) -> float:
+        span = self._tracing.job_span("push_weights", role="rollout", policy_version=publication.version)
+        with self._tracing.within(span):
+            pause = await self._fleet.publish(publication)
+        self.server_step = self.step
+        return pause
+
+    async def _after_update(
+        self, publication: Publication, metrics: dict[str, float], groups: int, evaluate: bool
+    ) -> None:
+        began = time.time()
+        metrics["timing/sync"] = await self._push(publication)
+        self._admission.finish_step(groups)
+        if self.changed is not None:
+            await self.changed()
+        metrics["timing/step"] = time.time() - self._last_end
+        start, self._last_end = self._last_end, time.time()
+        span = max(1e-9, self._last_end - start)
+        metrics["timing/push"] = time.time() - began
+        metrics["bubble/trainer"] = 1.0 - length(clip(self.busy.trainer, start, self._last_end)) / span
+        metrics["bubble/rollout"] = 1.0 - length(clip(self.busy.rollout, start, self._last_end)) / span
+        metrics["samples_per_second"] = metrics["samples"] / span
+        metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
+        step = int(publication.version.rsplit("/", 1)[-1])
+        self._tracking.log(step, metrics)
+        self._events.append("step", step=step, steps=self._total_steps, metrics=metrics)
+        if evaluate:
+            await self._evaluate(step)
+
+    async def _evaluate(self, step: int | None = None) -> None:
+        step = self.step if step is None else step
+        version = str(self.lineage.version(step))
+        self._events.append("activity", role="evaluation", doing=f"step {step}")
+        metrics = await self._evaluator.run(step, version)
+        self._events.append("activity", role="evaluation", doing="idle")
+        self._tracking.log(step, metrics, kind="evaluation")
+        self._events.append("evaluation", step=step, policy_version=version, metrics=metrics)
+
+    def _times(
+        self, groups: Sequence[Group], waited: float, adv: float, updated: Updated, publication: Publication
+    ) -> dict[str, float]:
+        roles = {"rollout": "timing/gen", "reward": "timing/reward", "reference": "timing/ref"}
+        times = {
+            name: length(group.intervals[role] for group in groups if role in group.intervals)
+            for role, name in roles.items()
+        }
+        generating = [group.intervals["rollout"] for group in groups if "rollout" in group.intervals]
+        self.busy.rollout = union([*self.busy.rollout, *generating])
+        return {
+            **times,
+            "timing/wait": waited,
+            "timing/adv": adv,
+            "timing/update_actor": updated.seconds,
+            "timing/publish": publication.seconds,
+            "sync/changed_fraction": publication.changed_fraction,
+            "sync/bytes": float(publication.bytes),
+            "memory/trainer_peak_bytes": float(updated.peak_memory_bytes),
+        }
+
+    def _save_due(self) -> bool:
+        frequency = self._spec.trainer.save_freq
+        return bool(frequency) and self.step % frequency == 0 and self.step < self._total_steps
+
+    def _test_due(self) -> bool:
+        frequency = self._spec.trainer.test_freq
+        due = bool(frequency) and self.step % frequency == 0
+        return self._evaluator.enabled and (due or self.step == self._total_steps)
