@@ -47,7 +47,9 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignor
             bound = 0
         if not bound:
             raise BadInputError(
-                f"port {port} for spans is taken", role="orchestrator", fix="Set resources.ports.otlp to a free port or 0"
+                f"port {port} for spans is taken",
+                role="orchestrator",
+                fix="Set resources.ports.otlp to a free port or 0",
             )
         await self._server.start()
         if self._forward_url:

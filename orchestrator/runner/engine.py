@@ -170,7 +170,9 @@ class Engine:
             await self.resume()
         held = await self.weight_version()
         if held != version:
-            raise VersionConflictError(f"{self.address.name} holds {held!r} after a push of {version!r}", role="rollout")
+            raise VersionConflictError(
+                f"{self.address.name} holds {held!r} after a push of {version!r}", role="rollout"
+            )
         return time.perf_counter() - began
 
     async def _call(
@@ -197,11 +199,17 @@ class Engine:
         except httpx.TimeoutException as error:
             raise RoleTimeoutError(f"{name} did not answer {path} within {timeout_s:g} s", role="rollout") from error
         except httpx.HTTPError as error:
-            raise EngineAwayError(f"{name} at {self.address.url} is away: {error or type(error).__name__}", role="rollout") from error
+            raise EngineAwayError(
+                f"{name} at {self.address.url} is away: {error or type(error).__name__}", role="rollout"
+            ) from error
         if answer.status_code >= 500:
-            raise EngineAwayError(f"{name} answered {path} with {answer.status_code}: {answer.text[:300]}", role="rollout")
+            raise EngineAwayError(
+                f"{name} answered {path} with {answer.status_code}: {answer.text[:300]}", role="rollout"
+            )
         if answer.status_code >= 400:
-            raise EngineRefusedError(f"{name} refused {path} with {answer.status_code}: {answer.text[:300]}", role="rollout")
+            raise EngineRefusedError(
+                f"{name} refused {path} with {answer.status_code}: {answer.text[:300]}", role="rollout"
+            )
         try:
             value = answer.json() if answer.content else {}
         except ValueError as error:
@@ -236,7 +244,9 @@ def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
             raise InvalidAnswerError(f"{request_id}: log-prob {value!r}", "logprobs")
     if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
         raise InvalidAnswerError(f"{request_id}: log-probs of other tokens than the sampled ones", "logprobs")
-    spans = [VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []]
+    spans = [
+        VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
+    ]
     ends = [0, *(span.end for span in spans)]
     if ids and (ends[-1] != len(ids) or any(span.start != at for span, at in zip(spans, ends, strict=False))):
         raise InvalidAnswerError(f"{request_id}: version spans {spans} for {len(ids)} tokens", "versions")
@@ -246,4 +256,3 @@ def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
         versions=spans,
         finish_reason=str(choice.get("finish_reason")),
     )
-

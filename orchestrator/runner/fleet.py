@@ -15,7 +15,14 @@ import numpy as np
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
-from orchestrator.runner.engine import Engine, EngineAddress, EngineAwayError, Generated, GenerateRequest, InvalidAnswerError
+from orchestrator.runner.engine import (
+    Engine,
+    EngineAddress,
+    EngineAwayError,
+    Generated,
+    GenerateRequest,
+    InvalidAnswerError,
+)
 from orchestrator.runner.trainer import Publication
 
 
@@ -99,7 +106,6 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._push_lock = asyncio.Lock()
         self.rejected: Counter[str] = Counter()
-        self.failure: NightshiftError | None = None
         self.pause_seconds = 0.0
         self._turnstile: asyncio.Lock | None = None
         self._sent = 0
@@ -199,7 +205,9 @@ class Fleet:
         deadline = time.monotonic() + self._away_s
         while self._sent < requests:
             if time.monotonic() > deadline:
-                raise RoleTimeoutError(f"{self._sent} of {requests} requests were sent in {self._away_s:g} s", role="rollout")
+                raise RoleTimeoutError(
+                    f"{self._sent} of {requests} requests were sent in {self._away_s:g} s", role="rollout"
+                )
             await asyncio.sleep(0.005)
 
     async def _send(self, server: Server, request: GenerateRequest) -> Generated:
@@ -240,7 +248,11 @@ class Fleet:
         if not len(held):
             return
         error = float(np.abs(held - expected).mean())
-        moved = 0.0 if before is None or self._previous_probe is None else float(np.abs(expected - self._previous_probe).mean())
+        moved = (
+            0.0
+            if before is None or self._previous_probe is None
+            else float(np.abs(expected - self._previous_probe).mean())
+        )
         # A push that did nothing leaves an error as large as the step between the two policies.
         unmoved = moved > 2 * self._limits.resolution and error > 0.5 * moved
         if error > self._limits.largest or unmoved:
@@ -260,8 +272,6 @@ class Fleet:
     async def _acquire(self, deadline: float) -> Server:
         async with self._changed:
             while True:
-                if self.failure is not None:
-                    raise self.failure
                 healthy = [server for server in self.servers if server.state is ServerState.HEALTHY]
                 if healthy:
                     return min(healthy, key=lambda server: server.running)

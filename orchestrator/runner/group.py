@@ -57,7 +57,13 @@ class Group:
         arrays = [
             array
             for sample in self.samples
-            for array in (sample.prompt_ids, sample.response_ids, sample.logprobs, sample.loss_mask, sample.ref_logprobs)
+            for array in (
+                sample.prompt_ids,
+                sample.response_ids,
+                sample.logprobs,
+                sample.loss_mask,
+                sample.ref_logprobs,
+            )
             if array is not None
         ]
         return sum(array.nbytes for array in arrays)
@@ -174,7 +180,9 @@ class GroupRunner:
     async def _reward(self, group: Group) -> None:
         began = time.time()
         inputs = reward_inputs(group.prompt, group.samples)
-        parts = await asyncio.gather(*(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards))
+        parts = await asyncio.gather(
+            *(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards)
+        )
         weights = [weight for _, weight, _ in self._rewards]
         names = [name for name, _, _ in self._rewards]
         for at, sample in enumerate(group.samples):
@@ -257,7 +265,9 @@ def combine_rewards(
             sample.reward_error = f"{result.get('error_type') or 'none'}: {result.get('error', '')}".strip()
             return
         if not isinstance(score, int | float) or isinstance(score, bool) or not np.isfinite(score):
-            raise NightshiftError(f"{name} answered {score!r} for {sample.sample_id}: expected a finite float", role="reward")
+            raise NightshiftError(
+                f"{name} answered {score!r} for {sample.sample_id}: expected a finite float", role="reward"
+            )
         if len(names) > 1:
             sample.reward_parts[name] = float(score)
         total += weight * float(score)

@@ -166,7 +166,9 @@ class Ledger:
         if terms["issued"] != sum(value for name, value in terms.items() if name != "issued"):
             raise LedgerError(f"the ledger is out of balance: {terms}", role="orchestrator")
         if Counter(record.state for record in self.records.values()) != +self.counts:
-            raise LedgerError(f"the ledger's counters disagree with its records: {dict(self.counts)}", role="orchestrator")
+            raise LedgerError(
+                f"the ledger's counters disagree with its records: {dict(self.counts)}", role="orchestrator"
+            )
 
     def _put(self, record: GroupRecord) -> None:
         before = self.records.get(record.index)

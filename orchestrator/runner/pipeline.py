@@ -74,6 +74,9 @@ class Pipeline:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
+        stepper.changed = self._notify
+        stepper.failed = self._fail
 
     @property
     def state(self) -> PipelineState:
@@ -169,7 +172,12 @@ class Pipeline:
         self._state.running[group.index] = group
         task = asyncio.create_task(self._run_group(group))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._group_done)
+
+    def _group_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
 
     async def _run_group(self, group: Group) -> None:
         try:
@@ -184,7 +192,9 @@ class Pipeline:
             self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
             await self._notify()
             return
-        versions = sorted((span.version for s in group.samples for span in s.versions), key=lambda v: int(v.rsplit("/", 1)[-1]))
+        versions = sorted(
+            (span.version for s in group.samples for span in s.versions), key=lambda v: int(v.rsplit("/", 1)[-1])
+        )
         self._spool.put(group.index, group.samples)
         await self._books.move(
             group.index,
@@ -238,7 +248,9 @@ class Pipeline:
             if too_old(group.oldest_version, step, bound):
                 del self._state.ready[index]
                 self._state.buffered_bytes -= group.bytes
-                await self._books.move(index, GroupState.DROPPED_STALE, reason=f"older than {bound} versions at step {step}")
+                await self._books.move(
+                    index, GroupState.DROPPED_STALE, reason=f"older than {bound} versions at step {step}"
+                )
                 self._spool.remove([index])
                 if group.waiting is not None:
                     group.waiting.end()
@@ -252,17 +264,22 @@ class Pipeline:
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
-    async def notify(self) -> None:
-        """Tells waiting loops that something outside changed: weights on the servers, or a setting."""
-        await self._notify()
-
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _wait(self, ready: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(ready)
+            await self._changed.wait_for(lambda: self._failure is not None or ready())
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: BaseException | None) -> None:
+        """Ends both loops with an error from a task beside them."""
+        self._failure = self._failure or error
+        notify = asyncio.get_running_loop().create_task(self._notify())
+        self._tasks.add(notify)
+        notify.add_done_callback(self._tasks.discard)
 
     async def _report(self) -> None:
         """Says what each role is doing, when it changes."""

@@ -98,9 +98,11 @@ class ScorerClient:
             RoleTimeoutError: nothing answers.
         """
         context = self._context("")
-        return await self._retry(lambda: self._stub.Describe(
-            scorer_pb2.DescribeRequest(context=context), timeout=30.0, metadata=self._metadata
-        ))
+        return await self._retry(
+            lambda: self._stub.Describe(
+                scorer_pb2.DescribeRequest(context=context), timeout=30.0, metadata=self._metadata
+            )
+        )
 
     async def close(self) -> None:
         """Cancels what is waiting and closes the connection."""

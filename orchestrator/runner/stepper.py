@@ -14,7 +14,7 @@ from nightshift.algorithms.schedule import learning_rate
 from nightshift.config import JobSpec
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
-from nightshift.wire.version import Lineage
+from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.batch import batch_metrics, check_budget, loss_spec, rollout_rows, trainable
 from orchestrator.runner.books import Books
@@ -80,6 +80,7 @@ class Stepper:
         self.lineage = lineage
         self.busy = Busy()
         self.changed: Callable[[], Awaitable[None]] | None = None
+        self.failed: Callable[[BaseException | None], None] | None = None
         self._spec = spec
         self._run_dir = run_dir
         self._total_steps = total_steps
@@ -162,6 +163,7 @@ class Stepper:
                 await self.checkpoint()
             self.doing = "waiting for a batch"
             self._after = asyncio.create_task(self._after_update(publication, metrics, len(groups), self._test_due()))
+            self._after.add_done_callback(self._note_failure)
             if self._admission.max_staleness == 0:
                 await self._after
 
@@ -257,7 +259,7 @@ class Stepper:
         span = self._tracing.job_span("push_weights", role="rollout", policy_version=publication.version)
         with self._tracing.within(span):
             pause = await self._fleet.publish(publication)
-        self.server_step = self.step
+        self.server_step = PolicyVersion.parse(publication.version).step
         return pause
 
     async def _after_update(
@@ -276,7 +278,7 @@ class Stepper:
         metrics["bubble/rollout"] = 1.0 - length(clip(self.busy.rollout, start, self._last_end)) / span
         metrics["samples_per_second"] = metrics["samples"] / span
         metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
-        step = int(publication.version.rsplit("/", 1)[-1])
+        step = PolicyVersion.parse(publication.version).step
         self._tracking.log(step, metrics)
         self._events.append("step", step=step, steps=self._total_steps, metrics=metrics)
         if evaluate:
@@ -290,6 +292,10 @@ class Stepper:
         self._events.append("activity", role="evaluation", doing="idle")
         self._tracking.log(step, metrics, kind="evaluation")
         self._events.append("evaluation", step=step, policy_version=version, metrics=metrics)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None and self.failed is not None:
+            self.failed(task.exception())
 
     def _times(
         self, groups: Sequence[Group], waited: float, adv: float, updated: Updated, publication: Publication

@@ -82,7 +82,9 @@ class Tracing:
     def child(self, name: str, parent: Span, *, role: str = ROLE, **attributes: Any) -> Span:
         """A span below another one; the caller ends it."""
         attributes.update(role=role, job_trace_id=self.job_trace_id)
-        return self._tracer.start_span(name, context=trace.set_span_in_context(parent, Context()), attributes=attributes)
+        return self._tracer.start_span(
+            name, context=trace.set_span_in_context(parent, Context()), attributes=attributes
+        )
 
     def job_span(self, name: str, *, role: str = ROLE, links: Sequence[Span] = (), **attributes: Any) -> Span:
         """A span of the job's own trace, linked to the groups that feed it; the caller ends it."""

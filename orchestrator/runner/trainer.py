@@ -50,9 +50,7 @@ class TrainerClient:
     Every call that changes state is idempotent on the trainer's side, so that a lost answer is asked for again.
     """
 
-    def __init__(
-        self, url: str, *, run_id: str, job_trace_id: str, update_timeout_s: float, away_s: float
-    ) -> None:
+    def __init__(self, url: str, *, run_id: str, job_trace_id: str, update_timeout_s: float, away_s: float) -> None:
         self._run_id = run_id
         self._job_trace_id = job_trace_id
         self._timeout_s = update_timeout_s

@@ -1,0 +1,46 @@
+"""``python -m orchestrator.runner --run-dir DIR --otlp-port P [--resume]``: one process, one job."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from nightshift.wire.errors import NightshiftError
+from orchestrator.runner.job import Job
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs the job of a folder; the exit code is that of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.runner")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--otlp-port", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Nothing outlives a command that was killed: the parent's death ends this process as Ctrl-C does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        job = Job(arguments.run_dir.resolve(), arguments.otlp_port)
+    except NightshiftError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return asyncio.run(_run(job, arguments.resume))
+
+
+async def _run(job: Job, resume: bool) -> int:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, job.stop)
+    return await job.run(resume=resume)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

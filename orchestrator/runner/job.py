@@ -1,0 +1,372 @@
+"""Wires one run together: reads its folder, connects the roles, runs the pipeline, writes the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nightshift.config import JobSpec
+from nightshift.config.load import read_resolved
+from nightshift.data import Cursor, Prompt, PromptSet, Tokenizer, load_prompts
+from nightshift.wire import telemetry
+from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
+from nightshift.wire.events import EventLog
+from nightshift.wire.scoring import SequenceInput
+from nightshift.wire.trace import TraceContext, new_span_id, new_trace_id
+from nightshift.wire.version import Lineage, PolicyVersion
+from orchestrator.api.otlp import TraceReceiver
+from orchestrator.runner.admission import Admission
+from orchestrator.runner.books import Books
+from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.evaluate import Evaluator
+from orchestrator.runner.fleet import PROBE_LIMITS, Fleet
+from orchestrator.runner.group import Group, GroupRunner, start_group_span
+from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from orchestrator.runner.pipeline import Pipeline
+from orchestrator.runner.rollouts import drop_rollouts_after
+from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.services import ScorerAddress, Services, read_services, wait_for_services
+from orchestrator.runner.spool import Spool
+from orchestrator.runner.stepper import Stepper
+from orchestrator.runner.tracing import SpanEvents, Tracing
+from orchestrator.runner.tracking import Tracking
+from orchestrator.runner.trainer import TrainerClient
+from orchestrator.store.state import StateStore
+
+#: Sequences, and tokens of each, on which servers prove that they hold the published weights.
+_PROBES, _PROBE_TOKENS = 2, 48
+
+
+@dataclass(slots=True)
+class Resume:
+    """Where a run goes on."""
+
+    lineage: Lineage
+    job_trace_id: str
+    step: int
+    state_dir: str
+    records: list[GroupRecord]
+
+
+class Job:
+    """One run in its folder.
+
+    Args:
+        run_dir: the run's folder, with ``job.yaml``.
+        otlp_port: port of the span receiver; 0 for any free one.
+    """
+
+    def __init__(self, run_dir: Path, otlp_port: int) -> None:
+        self.run_dir = run_dir
+        self.run_id = run_dir.name
+        self.spec: JobSpec = read_resolved(run_dir / "job.yaml")
+        self.events = EventLog(run_dir / "events.jsonl", self.run_id)
+        self._otlp_port = otlp_port
+        self._pipeline: Pipeline | None = None
+        self._main: asyncio.Task[bool] | None = None
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Asks for a checkpoint and an end; called by signals."""
+        self._stopping = True
+        if self._pipeline is not None:
+            self._pipeline.stop()
+        elif self._main is not None:
+            self._main.cancel()
+
+    async def run(self, *, resume: bool) -> int:
+        """Runs the job; returns the exit code."""
+        state = "failed"
+        self.events.append("job", state="starting")
+        self._main = asyncio.create_task(self._run(resume))
+        try:
+            finished = await self._main
+            state = "succeeded" if finished else "interrupted"
+            self.events.append("job", state=state)
+            return 0 if finished else 130
+        except asyncio.CancelledError:
+            self.events.append("job", state="interrupted", error="stopped before the first step")
+            return 130
+        except NightshiftError as error:
+            self.events.append("job", state=state, error=str(error), role=error.role)
+            return error.exit_code
+
+    async def _run(self, resume: bool) -> bool:
+        spec = self.spec
+        receiver = TraceReceiver(lambda span: self.events.append("span", **span), spec.tracking.otlp_endpoint)
+        await receiver.start(self._otlp_port)
+        books: Books | None = None
+        closing: list[Any] = []
+        try:
+            tokenizer, train, test, total_steps = load_inputs(spec)
+            store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
+            checkpoints = Checkpoints(self.run_dir)
+            start = self._where(store, checkpoints, resume)
+            books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
+            tracer = telemetry.setup(
+                "orchestrator",
+                spec.tracking.otlp_endpoint,
+                self.run_id,
+                [SpanEvents(lambda span: self.events.append("span", **span))],
+            )
+            tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
+            await books.save_run(start.lineage, start.job_trace_id, "running")
+
+            timeout = spec.rollout.start_timeout_s + spec.scorers.start_timeout_s + spec.trainer.start_timeout_s
+            services = await wait_for_services(self.run_dir, timeout)
+            trainer = TrainerClient(
+                services.trainer_url,
+                run_id=self.run_id,
+                job_trace_id=start.job_trace_id,
+                update_timeout_s=spec.trainer.update_timeout_s,
+                away_s=min(60.0, spec.pipeline.role_timeout_s),
+            )
+            closing.append(trainer)
+            rewards, reference = self._scorers(services, start.job_trace_id)
+            closing += [client for _, _, client in rewards] + ([reference] if reference else [])
+            await self._check_roles(trainer, rewards, reference, tokenizer)
+            await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
+
+            fleet = self._fleet(services, train)
+            closing.append(fleet)
+            spool = Spool(self.run_dir / "spool")
+            runner = GroupRunner(spec, self.run_id, tokenizer, fleet, rewards, reference, tracing)
+            resumed = await self._take_up(books, spool, start, train, tracing)
+            cursor = Cursor(len(train.prompts), spec.trainer.seed, spec.data.shuffle)
+            for _ in range(books.ledger.issued):
+                cursor.next()
+            trained = books.ledger.counts[GroupState.TRAINED]
+            admission = Admission(
+                spec.pipeline.max_staleness,
+                spec.rollout.batch_size,
+                total_steps,
+                finished_groups=trained,
+                finished_steps=start.step,
+                max_in_flight=spec.pipeline.max_groups_in_flight,
+            )
+            tracking = Tracking(self.run_dir, tensorboard=spec.tracking.tensorboard)
+            closing.append(_Closer(tracking.close))
+            tracking.drop_after(start.step)
+            drop_rollouts_after(self.run_dir / "rollouts", start.step)
+            stepper = Stepper(
+                spec,
+                self.run_dir,
+                total_steps,
+                lineage=start.lineage,
+                step=start.step,
+                trainer=trainer,
+                fleet=fleet,
+                books=books,
+                spool=spool,
+                evaluator=Evaluator(spec, self.run_id, tokenizer, test.prompts, fleet, rewards, tracing),
+                checkpoints=checkpoints,
+                tracking=tracking,
+                tracing=tracing,
+                events=self.events,
+                admission=admission,
+                probe=self._probe(train),
+                cursor_state=cursor.state,
+            )
+            pipeline = Pipeline(
+                spec,
+                total_steps,
+                prompts=train.prompts,
+                cursor=cursor,
+                books=books,
+                fleet=fleet,
+                runner=runner,
+                stepper=stepper,
+                spool=spool,
+                tracing=tracing,
+                events=self.events,
+                admission=admission,
+            )
+            self.events.append("job", state="running", steps=total_steps, lineage=start.lineage.number, step=start.step)
+            await stepper.begin()
+            fleet.start()
+            self._pipeline = pipeline
+            if self._stopping:
+                pipeline.stop()
+            finished = await pipeline.run(resumed)
+            await stepper.checkpoint()
+            tracing.end()
+            await books.save_run(start.lineage, start.job_trace_id, "succeeded" if finished else "interrupted")
+            self._summarise(stepper, books, tracing)
+            return finished
+        finally:
+            for item in closing:
+                await item.close()
+            if books is not None:
+                books.close()
+            await asyncio.to_thread(telemetry.shutdown)
+            await receiver.stop()
+
+    def _where(self, store: StateStore, checkpoints: Checkpoints, resume: bool) -> Resume:
+        known, records = store.load(self.run_id)
+        if known is None:
+            trace = os.environ.get("TRACEPARENT", "")
+            job_trace_id = TraceContext.from_traceparent(trace).trace_id if trace else new_trace_id()
+            return Resume(Lineage(self.run_id), job_trace_id, 0, "", [])
+        if not resume:
+            raise BadInputError(f"{self.run_dir} holds a run already", role="job", fix="Give --resume to go on with it")
+        for folder in checkpoints.broken():
+            self.events.append("warning", role="job", message=f"{folder} was never completed and is not used")
+        committed = checkpoints.committed()
+        step = committed[-1] if committed else 0
+        state_dir = str(checkpoints.state_dir(step)) if committed else ""
+        lineage = known.lineage.branch(known.lineage.number + 1, step)
+        return Resume(lineage, known.job_trace_id, step, state_dir, records)
+
+    async def _take_up(
+        self, books: Books, spool: Spool, start: Resume, train: PromptSet, tracing: Tracing
+    ) -> list[tuple[GroupRecord, Group | None]]:
+        """Groups in flight at the last commit: with their experience where every token is from an ancestor."""
+        kept = {}
+        for index in spool.indices():
+            samples = spool.get(index)
+            versions = {span.version for sample in samples or [] for span in sample.versions}
+            if samples and all(start.lineage.contains(PolicyVersion.parse(version)) for version in versions):
+                kept[index] = samples
+            else:
+                spool.remove([index])
+        if start.records:
+            await books.roll_back(start.step, frozenset(kept))
+        resumed: list[tuple[GroupRecord, Group | None]] = []
+        for record in books.ledger.records.values():
+            if record.state is GroupState.RUNNING:
+                resumed.append((record, None))
+            elif record.state is GroupState.READY:
+                prompt = train.prompts[record.row]
+                span, _ = start_group_span(tracing, record.index, prompt, record.epoch, record.trace_id)
+                group = Group(record.index, prompt, record.epoch, record.trace_id, start.step, span)
+                group.samples = kept[record.index]
+                resumed.append((record, group))
+        return resumed
+
+    def _scorers(
+        self, services: Services, job_trace_id: str
+    ) -> tuple[list[tuple[str, float, ScorerClient]], ScorerClient | None]:
+        scorers, pipeline = self.spec.scorers, self.spec.pipeline
+
+        def client(role: str, address: ScorerAddress, timeout_s: float) -> ScorerClient:
+            return ScorerClient(
+                role,
+                address.url,
+                address.application,
+                run_id=self.run_id,
+                job_trace_id=job_trace_id,
+                timeout_s=timeout_s,
+                away_s=pipeline.role_timeout_s,
+                batch_samples=scorers.batch_samples,
+                batch_wait_s=scorers.batch_wait_ms / 1000,
+            )
+
+        # A reward ends its batch within its own limit and some seconds; the rest is for the queue before it.
+        rewards = [
+            (address.name, reward.weight, client("reward", address, reward.timeout_s + scorers.timeout_s))
+            for address, reward in zip(services.rewards, self.spec.rewards, strict=True)
+        ]
+        reference = services.reference
+        return rewards, client("reference", reference, scorers.timeout_s) if reference else None
+
+    async def _check_roles(
+        self,
+        trainer: TrainerClient,
+        rewards: Sequence[tuple[str, float, ScorerClient]],
+        reference: ScorerClient | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        described = await trainer.describe()
+        if described.vocab_size < tokenizer.vocab_size:
+            raise RoleError(
+                f"the model has {described.vocab_size} tokens, the tokenizer {tokenizer.vocab_size}", role="trainer"
+            )
+        for _, _, client in rewards:
+            await client.describe()
+        if reference is not None:
+            answer = await reference.describe()
+            if answer.vocab_size and answer.vocab_size != described.vocab_size:
+                raise RoleError(
+                    f"the reference has {answer.vocab_size} tokens, the policy {described.vocab_size}",
+                    role="reference",
+                    fix="The reference must use the policy's vocabulary",
+                )
+
+    def _fleet(self, services: Services, train: PromptSet) -> Fleet:
+        rollout, pipeline = self.spec.rollout, self.spec.pipeline
+
+        def refresh() -> Any:
+            current = read_services(self.run_dir)
+            return current.rollout if current else None
+
+        return Fleet(
+            services.rollout,
+            events=self.events,
+            refresh=refresh,
+            probe_inputs=self._probe(train),
+            limits=PROBE_LIMITS[rollout.dtype],
+            request_timeout_s=rollout.request_timeout_s,
+            away_s=pipeline.role_timeout_s,
+            retries=pipeline.retries,
+            drain=pipeline.weight_update == "drain",
+        )
+
+    def _probe(self, train: PromptSet) -> list[SequenceInput]:
+        probes = []
+        for prompt in train.prompts[:_PROBES]:
+            ids = prompt.prompt_ids[:_PROBE_TOKENS]
+            cut = max(1, len(ids) // 2)
+            if len(ids) > cut:
+                probes.append(SequenceInput(id=str(prompt.row_id), prompt_ids=ids[:cut], response_ids=ids[cut:]))
+        return probes
+
+    def _summarise(self, stepper: Stepper, books: Books, tracing: Tracing) -> None:
+        metrics = {
+            "overlap_share": stepper.busy.overlap_share(),
+            "training_seconds": stepper.busy.ended - stepper.busy.began,
+        }
+        self.events.append(
+            "summary",
+            step=stepper.step,
+            policy_version=str(stepper.lineage.version(stepper.step)),
+            metrics=metrics,
+            ledger=books.ledger.balance(),
+            job_trace_id=tracing.job_trace_id,
+            time_ended=time.time(),
+        )
+
+
+class _Closer:
+    def __init__(self, close: Any) -> None:
+        self._close = close
+
+    async def close(self) -> None:
+        self._close()
+
+
+def load_inputs(spec: JobSpec) -> tuple[Tokenizer, PromptSet, PromptSet, int]:
+    """Tokenizer, prompts for training and evaluation, and the number of steps.
+
+    Raises:
+        BadInputError: the data cannot be used.
+    """
+    tokenizer = Tokenizer.load(Path(spec.model.tokenizer or spec.model.path), spec.data.chat_template)
+    train = load_prompts(spec.data, spec.data.train_files, tokenizer)
+    test = load_prompts(spec.data, spec.data.test_files, tokenizer) if spec.data.test_files else PromptSet([], {})
+    steps = spec.trainer.total_steps
+    if steps is None:
+        # Prompts that do not fill a last batch are carried over into the next epoch, and left out after the last one.
+        steps = len(train.prompts) * spec.trainer.total_epochs // spec.rollout.batch_size
+    if steps < 1:
+        raise BadInputError(
+            f"{len(train.prompts)} prompts in {spec.trainer.total_epochs} epochs do not fill one batch of "
+            f"{spec.rollout.batch_size}",
+            role="job",
+            fix="Lower rollout.batch_size, or set trainer.total_steps",
+        )
+    return tokenizer, train, test, steps
