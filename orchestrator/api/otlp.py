@@ -18,7 +18,7 @@ SpanSink = Callable[[dict[str, Any]], None]
 _STATUS = {0: "unset", 1: "ok", 2: "error"}
 
 
-class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     """Decodes what exporters send and hands each span to a sink.
 
     Args:
@@ -70,7 +70,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignor
         if self._channel is not None:
             await self._channel.close()
 
-    async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the rpc
+    async def Export(self, request: Any, context: Any) -> Any:
         """Receives one batch of spans."""
         for span in decode(request):
             self._sink(span)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from nightshift.algorithms.advantages import AdvantageReport, loss_kl_coef
 from nightshift.config.algorithm import AlgorithmConfig
 from nightshift.wire.errors import RoleError
 from nightshift.wire.experience import LossSpec, Sample
@@ -24,7 +26,7 @@ def loss_spec(config: AlgorithmConfig, samples: Sequence[Sample], temperature: f
         policy_loss=config.policy_loss,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
-        kl_coef=config.kl_coef,
+        kl_coef=loss_kl_coef(config),
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
         aggregation=config.loss_aggregation,
@@ -87,6 +89,19 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         for name, value in sample.reward_parts.items():
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()}
+    return metrics
+
+
+def advantage_metrics(report: AdvantageReport) -> dict[str, float]:
+    """What the advantage stage counted."""
+    metrics = {
+        "advantage/zero_spread_share": report.zero_spread_share,
+        "advantage/single_groups": float(report.single_groups),
+        "advantage/empty_samples": float(report.empty),
+        "advantage/clamped_tokens": float(report.clamped),
+    }
+    if math.isfinite(report.mean_kl):
+        metrics["kl_penalty"] = report.mean_kl
     return metrics
 
 

@@ -158,7 +158,7 @@ class Fleet:
                 self._suspect(server, error)
                 if time.monotonic() + pause > deadline:
                     raise RoleTimeoutError(
-                        f"request {request.request_id} had no answer for {self._away_s:g} s, the last cause being: {error.message}",
+                        f"{request.request_id} had no answer for {self._away_s:g} s; last: {error.message}",
                         role="rollout",
                     ) from error
             finally:
@@ -257,8 +257,8 @@ class Fleet:
         unmoved = moved > 2 * self._limits.resolution and error > 0.5 * moved
         if error > self._limits.largest or unmoved:
             raise RoleError(
-                f"{server.name} does not compute with the weights of {publication.version}: its log-probs are {error:.2g} "
-                f"nats per token from the trainer's, where the update itself changed them by {moved:.2g}",
+                f"{server.name} does not compute with the weights of {publication.version}: its log-probs are "
+                f"{error:.2g} nats per token from the trainer's, where the update itself changed them by {moved:.2g}",
                 role="rollout",
                 fix="The push reported success but the weights did not arrive; see the server's log",
             )
@@ -309,17 +309,16 @@ class Fleet:
                 continue
             if not await server.engine.healthy():
                 continue
+            began = time.monotonic()
             async with self._push_lock:
-                if server.state is not ServerState.HEALTHY:
-                    began = time.monotonic()
-                    await self._bring(server)
-                    self._events.append(
-                        "role",
-                        role="rollout",
-                        state="ready",
-                        detail=f"{server.name} holds {server.version} again",
-                        seconds=time.monotonic() - began,
-                    )
+                await self._bring(server)
+            self._events.append(
+                "role",
+                role="rollout",
+                state="ready",
+                detail=f"{server.name} holds {server.version} again",
+                seconds=time.monotonic() - began,
+            )
 
 
 def _values(publication: Publication | None) -> np.ndarray:

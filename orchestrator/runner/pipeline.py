@@ -11,14 +11,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from opentelemetry.trace import StatusCode
 
+from nightshift.algorithms.staleness import GroupAge, plan_update
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt
 from nightshift.wire.errors import NightshiftError, RoleTimeoutError
 from nightshift.wire.events import EventLog
-from orchestrator.runner.admission import Admission, must_wait_for, too_old
+from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group, GroupRunner, start_group_span
@@ -103,10 +105,9 @@ class Pipeline:
         try:
             await asyncio.wait({issue, train, stop}, return_when=asyncio.FIRST_COMPLETED)
             if issue.done() and not train.done() and not self._stop.is_set():
-                issue.result()  # raises where issuing failed
-                await asyncio.wait({train, stop}, return_when=asyncio.FIRST_COMPLETED)
+                issue.result()  # issuing never ends by itself: this raises what ended it
             if not train.done():
-                # A stop: the update in progress ends (its answer decides what the checkpoint holds), nothing new starts.
+                # A stop: the update in progress ends, since its answer decides what the checkpoint holds.
                 issue.cancel()
                 await self._stepper.finish_step(self._spec.trainer.update_timeout_s)
                 train.cancel()
@@ -122,32 +123,29 @@ class Pipeline:
     # Issuing ----------------------------------------------------------------------------------------------------------
 
     async def _issue(self, resumed: list[tuple[GroupRecord, Group | None]]) -> None:
-        again = []
+        starting = []
         for record, group in resumed:
-            if group is not None:
-                self._state.ready[group.index] = group
-                self._state.buffered_bytes += group.bytes
-            else:
-                again.append(record)
-        deterministic = self._spec.pipeline.deterministic
+            if group is None:
+                starting.append(await self._start_again(record))
+                continue
+            self._state.ready[group.index] = group
+            self._state.buffered_bytes += group.bytes
         while True:
-            await self._wait(lambda: bool(again) or self._may_start())
-            starting = [await self._start_again(record) for record in again]
-            again = []
-            while self._may_start():
+            for _ in range(self._headroom()):
                 starting.append(await self._start_next())
-                if not deterministic:
-                    break
-            if deterministic:
+            if self._spec.pipeline.deterministic:
                 await self._launch_held(starting)
             else:
                 for group in starting:
                     self._launch(group)
+            starting = []
+            await self._notify()
+            await self._wait(lambda: self._headroom() > 0)
 
-    def _may_start(self) -> bool:
-        books = self._books.ledger
-        room = self._state.buffered_bytes < self._spec.pipeline.buffer_mib * 2**20
-        return room and self._admission.may_start(books.accepted, books.running)
+    def _headroom(self) -> int:
+        if self._state.buffered_bytes >= self._spec.pipeline.buffer_mib * 2**20:
+            return 0
+        return self._admission.headroom(self._books.ledger.accepted, self._books.ledger.running)
 
     async def _start_next(self) -> Group:
         epoch, row = self._cursor.next()
@@ -222,41 +220,42 @@ class Pipeline:
         await self._stepper.settle()
 
     async def _collect(self) -> list[Group]:
-        """The groups of the next step: the ready ones with the lowest numbers, none of them too old."""
-        step, size = self._stepper.step, self._admission.batch
+        """The groups of the next step, oldest first, none of them too old."""
         while True:
-            await self._wait(lambda: len(self._state.ready) >= size or self._hopeless())
-            if self._hopeless() and len(self._state.ready) < size:
+            await self._wait(lambda: len(self._state.ready) >= self._admission.batch or self._hopeless())
+            if len(self._state.ready) < self._admission.batch:
                 raise self._state.last_failure or RoleTimeoutError("no group could be had", role="rollout")
-            await self._drop_stale(step)
-            chosen = sorted(self._state.ready)[:size]
-            if len(chosen) < size:
-                continue
-            started = [(index, group.started_version) for index, group in self._state.running.items()]
-            held = []
-            if self._spec.pipeline.on_stale == "wait":
-                held = must_wait_for(started, step, self._admission.max_staleness)
-            if held:
+            plan = plan_update(
+                self._stepper.step,
+                (_age(group) for group in self._state.ready.values()),
+                (_age(group) for group in self._state.running.values()),
+                batch_size=self._admission.batch,
+                max_staleness=self._admission.max_staleness,
+                on_stale=self._spec.pipeline.on_stale,
+            )
+            await self._drop_stale([group.order for group in plan.drop if group.order in self._state.ready])
+            if plan.may_update:
+                return [self._state.ready.pop(group.order) for group in plan.batch]
+            if plan.wait_for:
                 # The update would make these too old for any later step: it is held back until one of them is in.
-                await self._wait(lambda: self._hopeless() or not set(held) <= self._state.running.keys())
-                continue
-            return [self._state.ready.pop(index) for index in chosen]
+                waited = frozenset(group.order for group in plan.wait_for)
+                await self._wait(partial(self._left, waited))
 
-    async def _drop_stale(self, step: int) -> None:
-        bound = self._admission.max_staleness
-        for index, group in list(self._state.ready.items()):
-            if too_old(group.oldest_version, step, bound):
-                del self._state.ready[index]
-                self._state.buffered_bytes -= group.bytes
-                await self._books.move(
-                    index, GroupState.DROPPED_STALE, reason=f"older than {bound} versions at step {step}"
-                )
-                self._spool.remove([index])
-                if group.waiting is not None:
-                    group.waiting.end()
-                group.span.set_attribute("rl.dropped", "stale")
-                group.span.end()
-                await self._notify()
+    def _left(self, waited: frozenset[int]) -> bool:
+        """Whether one of these groups runs no more, or waiting for it would not help."""
+        return self._hopeless() or not waited <= self._state.running.keys()
+
+    async def _drop_stale(self, indices: list[int]) -> None:
+        for index in indices:
+            group = self._state.ready.pop(index)
+            self._state.buffered_bytes -= group.bytes
+            await self._books.move(index, GroupState.DROPPED_STALE, reason=f"too old for step {self._stepper.step}")
+            self._spool.remove([index])
+            if group.waiting is not None:
+                group.waiting.end()
+            group.span.set_attribute("rl.dropped", "stale")
+            group.span.end()
+            await self._notify()
 
     def _hopeless(self) -> bool:
         """Whether as many groups failed in a row as a whole batch holds: waiting would not help."""
@@ -298,3 +297,7 @@ class Pipeline:
                     self._events.append("activity", role=role, doing=text)
             last = doing
             await asyncio.sleep(1.0)
+
+
+def _age(group: Group) -> GroupAge:
+    return GroupAge(group.oldest_version, group.index)

@@ -97,12 +97,11 @@ class ScorerClient:
         Raises:
             RoleTimeoutError: nothing answers.
         """
-        context = self._context("")
-        return await self._retry(
-            lambda: self._stub.Describe(
-                scorer_pb2.DescribeRequest(context=context), timeout=30.0, metadata=self._metadata
-            )
+        request = scorer_pb2.DescribeRequest(context=self._context(""))
+        answer: scorer_pb2.DescribeResponse = await self._retry(
+            lambda: self._stub.Describe(request, timeout=30.0, metadata=self._metadata)
         )
+        return answer
 
     async def close(self) -> None:
         """Cancels what is waiting and closes the connection."""
@@ -135,7 +134,7 @@ class ScorerClient:
                 samples=codec.pack(samples),
                 linked=[call.traceparent for call in calls[1:] if call.traceparent],
             )
-            metadata = self._metadata
+            metadata: tuple[tuple[str, str], ...] = self._metadata
             if calls[0].traceparent:
                 metadata = (*metadata, ("traceparent", calls[0].traceparent))
             response = await self._retry(lambda: self._stub.Score(request, timeout=self._timeout_s, metadata=metadata))

@@ -1,4 +1,4 @@
-"""Reads ``services.json``: where the roles of a run are. The orchestrator sees URLs and incarnations, never processes."""
+"""Reads ``services.json``: where the roles of a run are. The orchestrator sees URLs, never processes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
-from orchestrator.runner.batch import batch_metrics, check_budget, loss_spec, rollout_rows, trainable
+from orchestrator.runner.batch import advantage_metrics, batch_metrics, check_budget, loss_spec, rollout_rows, trainable
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.evaluate import Evaluator
@@ -127,7 +127,7 @@ class Stepper:
             report = compute_advantages(samples, self._spec.algorithm)
             adv_seconds = time.monotonic() - adv_began
             expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
-            metrics = batch_metrics(groups, self.step) | report.metrics()
+            metrics = batch_metrics(groups, self.step) | advantage_metrics(report)
             span = self._tracing.job_span(
                 "optimizer_step",
                 role="trainer",
@@ -242,8 +242,8 @@ class Stepper:
             self._events.append(
                 "warning",
                 role="trainer",
-                message=f"mean |log ratio| between trainer and sampler is {ratio:.3g} in the first step: check that both "
-                "use the same precision, temperature and attention",
+                message=f"mean |log ratio| between trainer and sampler is {ratio:.3g} in the first step: check that "
+                "both use the same precision, temperature and attention",
             )
         return updated
 

@@ -65,7 +65,8 @@ class TrainerClient:
     async def describe(self) -> trainer_pb2.DescribeTrainerResponse:
         """Model, ranks and the version of the weights."""
         request = trainer_pb2.DescribeTrainerRequest(context=self._context(""))
-        return await self._call("Describe", request, _SHORT_S)
+        answer: trainer_pb2.DescribeTrainerResponse = await self._call("Describe", request, _SHORT_S)
+        return answer
 
     async def load(self, state_dir: str, version: str) -> dict[str, Any]:
         """Loads a resume state, or with an empty ``state_dir`` only names the weights; returns the manifest."""
