@@ -49,11 +49,15 @@ sys.exit("+cpu" not in importlib.metadata.version("torch"))
 PY
 }
 
-require
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-install_torch
-install -r "$root/requirements/cpu.txt"
-install -r "$root/requirements/cpu-hashed.txt"
-[ "$part" != dev ] || install -r "$root/requirements/dev.txt"
-install --no-build-isolation -e "$root"
-"$venv/bin/python" "$root/scripts/lock.py" --check "$part"
+main() {
+  require
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  install_torch
+  install -r "$root/requirements/cpu.txt"
+  install -r "$root/requirements/cpu-hashed.txt"
+  [ "$part" != dev ] || install -r "$root/requirements/dev.txt"
+  install --no-build-isolation -e "$root"
+  "$venv/bin/python" "$root/scripts/lock.py" --check "$part"
+}
+
+main
