@@ -164,9 +164,9 @@ def _from_hub(name: str) -> Path:
     except (
         Exception
     ) as error:  # the hub client raises a dozen unrelated types; all mean that the model is not to be had
-        cause = str(error).strip().splitlines() or [type(error).__name__]
+        cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise BadInputError(
-            f"model {name!r} is no folder here and cannot be fetched from the HF hub ({type(error).__name__}: {cause[0]})",
+            f"model {name!r} is no folder here and cannot be fetched from the HF hub ({cause})",
             role="model",
             fix=f"check the name and the network, or give a local folder or {BUILTIN}{_SMOLLM2}",
         ) from error

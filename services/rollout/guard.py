@@ -1,0 +1,121 @@
+"""ASGI middleware in front of vLLM: a bearer token, and an allow-list of the routes that are used.
+
+vLLM's own ``--api-key`` leaves its administrative routes open, and some of its routes (calls into workers, loading of
+adapters) are never needed here: what is not on the list does not exist, with or without a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Where the token is taken from at start.
+TOKEN_VARIABLE = "NIGHTSHIFT_ROLLOUT_TOKEN"
+
+_GET = frozenset({"GET", "HEAD"})
+_POST = frozenset({"POST"})
+
+#: Routes that tell nothing about requests or weights, open to probes and to Prometheus.
+OPEN_ROUTES = {
+    "/health": _GET,
+    "/ping": _GET,
+    "/version": _GET,
+    "/metrics": _GET,
+    "/metrics/": _GET,
+}
+
+#: Routes behind the token.
+TOKEN_ROUTES = {
+    "/inference/v1/generate": _POST,
+    "/inference/v1/abort_requests": _POST,
+    "/abort_requests": _POST,
+    "/v1/completions": _POST,
+    "/v1/models": _GET,
+    "/pause": _POST,
+    "/resume": _POST,
+    "/is_paused": _GET,
+    "/init_weight_transfer_engine": _POST,
+    "/start_weight_update": _POST,
+    "/update_weights": _POST,
+    "/finish_weight_update": _POST,
+    "/weight_info": _GET,
+    "/get_world_size": _GET,
+    "/reset_prefix_cache": _POST,
+}
+
+
+def decide(method: str, path: str, authorization: list[bytes], token: bytes) -> int:
+    """Status of a request: 200 to pass it on, else 401, 403 (no such route here) or 405.
+
+    Args:
+        authorization: values of all Authorization headers; exactly one is accepted.
+    """
+    if path in OPEN_ROUTES:
+        return 200 if method in OPEN_ROUTES[path] else 405
+    if len(authorization) != 1 or not _is_bearer(authorization[0], token):
+        return 401
+    if path not in TOKEN_ROUTES:
+        return 403
+    return 200 if method in TOKEN_ROUTES[path] else 405
+
+
+def _is_bearer(value: bytes, token: bytes) -> bool:
+    scheme, _, given = value.partition(b" ")
+    # compare_digest takes as long for a wrong token as for the right one.
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token)
+
+
+_REASONS = {
+    401: ("unauthorized", "a bearer token is needed"),
+    403: ("forbidden", "this route is not offered"),
+    405: ("method_not_allowed", "this route does not take this method"),
+}
+
+
+class Guard:
+    """The middleware, for ``--middleware services.rollout.guard.Guard``.
+
+    Raises:
+        RuntimeError: no token in the environment; a server without one must not start.
+    """
+
+    def __init__(self, app: App) -> None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set")
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on or answers it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+            status = decide(scope["method"], scope["path"], given, self._token)
+            if status == 200:
+                await self._app(scope, receive, send)
+            else:
+                await _answer(send, status)
+        elif scope["type"] == "websocket":
+            # Closing before accepting is how ASGI refuses the handshake (403).
+            await send({"type": "websocket.close", "code": 1008, "reason": "websockets are not offered"})
+
+
+async def _answer(send: Send, status: int) -> None:
+    kind, text = _REASONS[status]
+    body = json.dumps({"error": {"code": status, "type": kind, "message": text}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
