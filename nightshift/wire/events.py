@@ -110,7 +110,7 @@ def follow_events(
             for text in lines:
                 line += 1
                 if text.strip():
-                    yield _parse(text, line, path.name)
+                    yield parse_line(text, f"{path.name}: line {line}")
         if stopping:
             return
         time.sleep(poll_s)
@@ -125,11 +125,12 @@ def _read(path: Path, offset: int) -> bytes:
         return b""
 
 
-def _parse(text: bytes, line: int, name: str) -> Event:
+def parse_line(text: bytes, where: str) -> Event:
+    """One line as an event; a line that is none becomes a ``warning`` event that says ``where`` it is."""
     try:
         event = json.loads(text)
     except ValueError:
         event = None
     if isinstance(event, dict) and isinstance(event.get("kind"), str):
         return event
-    return {"time": None, "kind": "warning", "role": "events", "message": f"{name}: line {line} is unreadable"}
+    return {"time": None, "kind": "warning", "role": "events", "message": f"{where} is unreadable"}

@@ -1,0 +1,167 @@
+"""The command line. What is heavy is imported by the command that needs it: ``--help`` takes a fraction of a second."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nightshift import __version__
+from nightshift.cli.output import EXIT_FAILED, command
+
+app = typer.Typer(
+    name="nightshift",
+    help="Reinforcement-learning post-training for language models: rollouts by vLLM, rewards by Ray Serve, updates by "
+    "DeepSpeed, all at once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Values in place of the file's.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its id or the beginning of it.")]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.", envvar="NIGHTSHIFT_RUNS_DIR")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command()
+@command
+def run(
+    job: JobFile,
+    overrides: Overrides = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run from its checkpoint.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of this run; else one below resources.runs_dir.")] = None,
+    json: Json = False,
+) -> int:
+    """Run a job on this machine: start what it needs, show progress, leave nothing running."""
+    from nightshift.cli.run import run_job
+    from nightshift.wire.errors import BadInputError
+
+    if resume is not None and run_dir is not None:
+        raise BadInputError("--resume goes on in the run's own folder: leave --run-dir out")
+    return run_job(job, overrides or [], resume=resume, run_dir=run_dir, as_json=json)
+
+
+@app.command()
+@command
+def plan(job: JobFile, overrides: Overrides = None, json: Json = False) -> int:
+    """Check a job, measure its prompts and estimate its memory, without starting anything."""
+    from nightshift.cli.plan import plan_job
+
+    return plan_job(job, overrides or [], as_json=json)
+
+
+@app.command()
+@command
+def trace(
+    trace_id: Annotated[str, typer.Argument(metavar="TRACE_ID", help="32 hex digits, or the beginning of them.")],
+    run: Annotated[str | None, typer.Option(help="The run; else the newest one that knows the trace.")] = None,
+    runs_dir: RunsDir = "runs",
+    json: Json = False,
+) -> int:
+    """Show the timeline of one prompt group, from the prompt to the gradient."""
+    from nightshift.cli.trace import show_trace
+
+    return show_trace(trace_id, run, runs_dir, as_json=json)
+
+
+@app.command()
+@command
+def rollouts(
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Most rows shown, the newest steps first; 0: all.")] = 20,
+    runs_dir: RunsDir = "runs",
+    json: Json = False,
+) -> int:
+    """Show what was generated, with rewards, lengths and policy versions."""
+    from nightshift.cli.rollouts import show_rollouts
+
+    return show_rollouts(run, runs_dir, step=step, limit=limit, as_json=json)
+
+
+@app.command()
+@command
+def watch(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+    """Follow a run that goes on elsewhere."""
+    from nightshift.cli.watch import watch_run
+
+    return watch_run(run, runs_dir, as_json=json)
+
+
+@app.command()
+@command
+def logs(
+    run: Run,
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="Whose log; left out: which there are.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines shown.")] = 200,
+    runs_dir: RunsDir = "runs",
+) -> int:
+    """Print the log of a role."""
+    from nightshift.cli.logs import show_logs
+
+    return show_logs(run, runs_dir, role, lines)
+
+
+@app.command()
+@command
+def ledger(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+    """Show what became of every prompt group that was issued."""
+    from nightshift.cli.ledger import show_ledger
+
+    return show_ledger(run, runs_dir, as_json=json)
+
+
+@app.command()
+@command
+def export(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to be made.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; left out: the newest.")] = None,
+    runs_dir: RunsDir = "runs",
+) -> int:
+    """Copy a run's HF checkpoint."""
+    from nightshift.cli.export import export_checkpoint
+
+    return export_checkpoint(run, runs_dir, folder, step)
+
+
+@app.command()
+@command
+def doctor(json: Json = False) -> int:
+    """Say what this machine has, what is missing, and how to get it."""
+    from nightshift.cli.doctor import show_doctor
+
+    return show_doctor(as_json=json)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"nightshift {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    try:
+        app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="nightshift")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
