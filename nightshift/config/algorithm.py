@@ -26,8 +26,9 @@ class AlgorithmConfig(Section):
     """Registered name of the policy loss."""
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped to at least 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to at most 1 + clip_high."""
 
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = (
         "token_mean"
@@ -47,8 +48,9 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token of GAE and V-trace."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Discount and trace decay of GAE and V-trace."""
+    """Trace decay of GAE and V-trace."""
 
     bootstrap_truncated: bool = False
     """Whether a response that the length limit cut is valued as if it went on (GAE), or as ended."""

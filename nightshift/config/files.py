@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nightshift.config.functions import check_function, check_reward_parameters, split_reference
+from nightshift.config.functions import (
+    check_function,
+    check_reward_parameters,
+    required_parameters,
+    split_reference,
+)
 from nightshift.config.job import JobSpec
 from nightshift.config.rewards import PythonReward
 
@@ -58,17 +63,15 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
     return problems if check else []
 
 
-def reward_reads(spec: JobSpec, name: str) -> bool:
-    """Whether a Python reward of the job asks for the parameter ``name`` and has no default value for it."""
-    from nightshift.config.functions import required_parameters
-
+def reward_reads(spec: JobSpec) -> set[str]:
+    """The parameters that the job's Python rewards ask for and have no default value for."""
+    needed: set[str] = set()
     for reward in spec.rewards:
         if isinstance(reward, PythonReward):
-            path, function = split_reference(reward.function)
-            definition = check_function(Path(path), function)
-            if definition is not None and name in required_parameters(definition):
-                return True
-    return False
+            path, name = split_reference(reward.function)
+            definition = check_function(Path(path), name)
+            needed |= required_parameters(definition) if definition is not None else set()
+    return needed
 
 
 def _exists(text: str) -> bool:

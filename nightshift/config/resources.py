@@ -13,9 +13,13 @@ class PortsConfig(Section):
     """Ports on loopback; 0: any free one."""
 
     rollout: int = Field(default=0, ge=0, le=65535)
+    """vLLM's HTTP server."""
     scorers: int = Field(default=0, ge=0, le=65535)
+    """Ray Serve's gRPC proxy."""
     trainer: int = Field(default=0, ge=0, le=65535)
+    """The trainer's gRPC server."""
     otlp: int = Field(default=0, ge=0, le=65535)
+    """The runner's receiver of spans."""
 
 
 class ResourcesConfig(Section):
@@ -34,6 +38,7 @@ class ResourcesConfig(Section):
     """Folder of the runs; relative to the folder in which the command is given."""
 
     ray_object_store_mib: int = Field(default=128, ge=76)
+    """Memory of Ray's object store."""
     weight_store: str = "/dev/shm"
     """Folder in which the published weights lie, in memory."""
 

@@ -28,6 +28,7 @@ class PythonReward(Section):
     """
 
     type: Literal["python"] = "python"
+    """A Python function; the default kind."""
     function: str
     """``path.py:function``; the path is relative to the job file."""
 
@@ -48,10 +49,15 @@ class RemoteReward(Section):
     """A scorer behind a URL that speaks ``proto/nightshift/wire/v1/scorer.proto``."""
 
     type: Literal["grpc"] = "grpc"
+    """A scorer of its own, in any language."""
     url: str = Field(pattern=r"^grpc://[^/\s]+:\d+$")
+    """``grpc://host:port``."""
     name: str
+    """Name in the metrics."""
     weight: float = 1.0
+    """Factor in the sum of all rewards of the job."""
     timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one call."""
 
 
 def _kind(value: Any) -> str | None:

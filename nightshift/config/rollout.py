@@ -24,8 +24,9 @@ class RolloutConfig(Section):
     """Divides the logits, in the sampler and in the trainer."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must stay 1.0: sampling from the likeliest tokens only biases the ratio between trainer and sampler."""
     top_k: int = Field(default=-1, ge=-1)
-    """Filters that change the sampled distribution; anything but 1.0 and -1 is refused, since it biases the ratio."""
+    """Must stay -1 (off), for the same reason."""
 
     stop_token_ids: list[int] = Field(default_factory=list)
     """Further ids that end a response; the model's own end-of-sequence ids always do."""

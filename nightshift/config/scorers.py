@@ -15,16 +15,19 @@ class ReferenceConfig(Section):
     """HF id, folder, or ``grpc://host:port``; null: the policy as it was before training."""
 
     dtype: DType = "float32"
+    """Precision of the reference."""
     micro_batch_size: int = Field(default=8, ge=1)
     """Sequences per forward pass."""
 
     threads: int = Field(default=1, ge=1)
+    """CPU threads of the reference."""
 
 
 class ScorersConfig(Section):
     """Ray Serve deployments that score samples."""
 
     reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model of the KL term."""
     critic: None = None
     """Value model; comes with PPO. Null: none."""
 
@@ -38,3 +41,4 @@ class ScorersConfig(Section):
     """Deadline of one call to the reference or the critic. A reward's own limit is in ``rewards``."""
 
     start_timeout_s: float = Field(default=180.0, gt=0)
+    """Longest time until the deployments answer."""

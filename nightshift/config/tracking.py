@@ -11,6 +11,7 @@ class TrackingConfig(Section):
     """``events.jsonl`` and ``metrics.jsonl`` are always written."""
 
     tensorboard: bool = True
+    """Write TensorBoard files to ``tensorboard/``."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://\S+$")
     """OTLP/gRPC endpoint to which spans are exported as well."""
 

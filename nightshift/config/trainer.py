@@ -20,14 +20,20 @@ class TrainerConfig(Section):
     """Passes over the prompts where ``total_steps`` is null."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW, after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up: level, or falling to 0 at the last step, in a line or a cosine."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
 
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
 
@@ -41,7 +47,9 @@ class TrainerConfig(Section):
     """Precision of the matrix products where the parameters are float32."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO shards over the ranks: 0 nothing, 1 optimiser state, 2 also gradients, 3 also parameters."""
     ranks: int = Field(default=1, ge=1)
+    """Processes over which a batch is split."""
     threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
 
@@ -61,3 +69,4 @@ class TrainerConfig(Section):
     """Deadline of one update."""
 
     start_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time until all ranks are ready."""

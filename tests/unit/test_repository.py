@@ -17,6 +17,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 import_rules = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/import_rules.py")))
 lock = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/lock.py")))
+reference = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/configuration_reference.py")))
 
 # Put together here, so that this file does not name them itself.
 HOSTS = [
@@ -138,8 +139,13 @@ def test_core_package_asks_for_nothing_heavy():
 
 
 def test_configuration_page_is_current():
-    script = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/configuration_reference.py")))
-    assert text_of(script.PAGE) == script.page(), "run make docs"
+    assert text_of(reference.PAGE) == reference.page(), "run make docs"
+
+
+def test_every_key_of_the_job_file_has_a_meaning():
+    rows = [line for line in reference.page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert [row for row in rows if row.endswith("|  |")] == []
 
 
 @pytest.mark.parametrize("path", sorted(p for p in ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")))
