@@ -74,7 +74,8 @@ def parse_job(
 def write_resolved(spec: JobSpec, path: str | Path) -> None:
     """Writes the job as it will run, by rename."""
     path = Path(path)
-    text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    # Escaped rather than raw: some line-break characters (U+0085) come back as another text otherwise.
+    text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

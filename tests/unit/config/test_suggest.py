@@ -44,6 +44,6 @@ def test_known_paths() -> None:
 def test_paths_are_shown_as_users_write_them() -> None:
     assert dotted(("rewards", 0, "weight")) == "rewards[0].weight"
     assert "weight" in keys_at(("rewards", 0))
-    assert describe(("trainer", "weight_decay")) == ""
-    assert describe(("trainer", "ranks")) == ""
+    assert describe(("trainer", "weight_decay")) == "Decoupled weight decay of AdamW"
+    assert describe(("trainer", "no_such_key")) == ""
     assert describe(("data", "train_files")).startswith("Parquet or JSONL files")
