@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgpack
@@ -15,23 +16,28 @@ _DTYPES = {name: np.dtype(name) for name in ("<f4", "<f8", "<i4", "<i8", "|u1", 
 
 
 def pack(value: Any) -> bytes:
-    """Encodes plain values (None, bool, int, float, str, bytes, list, dict) and numpy arrays and scalars.
+    """Encodes plain values (None, bool, int, float, str, bytes, list, tuple, dict) and numpy arrays and scalars.
+
+    A tuple comes back as a list, a numpy scalar as a plain number.
 
     Raises:
-        WireError: the value holds something that has no place on the wire; the message names its type.
+        WireError: the value holds something that has no place on the wire (the message names its type), or is nested
+            too deeply, or holds itself.
     """
     try:
         return bytes(msgpack.packb(value, default=_encode, use_bin_type=True))
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # msgpack raises several unrelated types on what it cannot write
         raise WireError(f"cannot encode for the wire: {error}") from error
 
 
 def unpack(data: bytes) -> Any:
-    """Decodes what :func:`pack` wrote. Arrays are read-only views of ``data``.
+    """Decodes what :func:`pack` wrote. Arrays are read-only.
 
     Raises:
         WireError: the bytes are not such a message, or an array in it is inconsistent.
     """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise WireError(f"cannot decode a message that is {type(data).__name__}, not bytes")
     try:
         return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=False)
     except WireError:
@@ -41,13 +47,15 @@ def unpack(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("masked array: its mask would be lost")
     if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
-        name = array.dtype.newbyteorder("<").str
+        name = value.dtype.newbyteorder("<").str
         if name not in _DTYPES:
             raise TypeError(f"array of dtype {value.dtype}")
-        return msgpack.ExtType(_ARRAY, msgpack.packb([name, list(value.shape), array.astype(name, copy=False).tobytes()]))
-    if isinstance(value, np.generic):
+        raw = np.ascontiguousarray(value).astype(name, copy=False).tobytes()
+        return msgpack.ExtType(_ARRAY, msgpack.packb([name, list(value.shape), raw]))
+    if isinstance(value, np.generic) and value.dtype.newbyteorder("<").str in _DTYPES:
         return value.item()
     raise TypeError(f"value of type {type(value).__name__}")
 
@@ -56,11 +64,12 @@ def _decode(code: int, data: bytes) -> Any:
     if code != _ARRAY:
         raise WireError(f"unknown extension type {code}")
     name, shape, raw = msgpack.unpackb(data, raw=False)
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise WireError(f"array of dtype {name!r}")
     dtype = _DTYPES[name]
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise WireError(f"array of shape {shape}")
-    if int(np.prod(shape, dtype=np.int64)) * dtype.itemsize != len(raw):
+    if not isinstance(raw, bytes) or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise WireError(f"array of shape {shape!r} in {type(raw).__name__}")
+    # Python's integers, since a product that wraps around would match a short array.
+    if math.prod(shape) * dtype.itemsize != len(raw):
         raise WireError(f"array of shape {shape} and dtype {name} in {len(raw)} bytes")
     return np.frombuffer(raw, dtype=dtype).reshape(shape)

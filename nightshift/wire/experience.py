@@ -69,22 +69,62 @@ class Sample:
         """Checks that the arrays belong together.
 
         Raises:
-            WireError: a length differs, a log-prob is positive or not finite, or the version spans leave a gap.
+            WireError: a field has another type or an array another shape than it must have, a log-prob is positive or
+                not finite, a reference log-prob or an advantage is not finite, a mask is not 0 or 1, the finish reason
+                is unknown, or the version spans leave a gap.
         """
-        tokens = len(self.response_ids)
-        for name in ("logprobs", "loss_mask", "ref_logprobs", "advantages"):
+        for name in ("sample_id", "group_id", "trace_id", "finish_reason", "reward_error", "response_text"):
+            if not isinstance(getattr(self, name), str):
+                raise WireError(f"sample {self.sample_id}: {name} is {type(getattr(self, name)).__name__}, not text")
+        if self.finish_reason not in (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT):
+            raise WireError(f"sample {self.sample_id}: unknown finish reason {self.finish_reason!r}")
+        if self.reward is not None and (isinstance(self.reward, bool) or not isinstance(self.reward, int | float | np.number)):
+            raise WireError(f"sample {self.sample_id}: reward is {type(self.reward).__name__}, not a number")
+        for name, kind in _ARRAYS.items():
             value = getattr(self, name)
-            if value is not None and value.shape != (tokens,):
-                raise WireError(f"sample {self.sample_id}: {name} has shape {value.shape}, expected ({tokens},)")
+            if value is None and name in _OPTIONAL_ARRAYS:
+                continue
+            if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kind:
+                raise WireError(f"sample {self.sample_id}: {name} is {_describe(value)}")
+            if name != "prompt_ids" and len(value) != len(self.response_ids):
+                raise WireError(
+                    f"sample {self.sample_id}: {name} has shape {value.shape}, expected {self.response_ids.shape}"
+                )
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 0).any():
             raise WireError(f"sample {self.sample_id}: a log-prob is positive or not finite")
+        for name in _OPTIONAL_ARRAYS:
+            value = getattr(self, name)
+            if value is not None and not np.isfinite(value).all():
+                raise WireError(f"sample {self.sample_id}: a value of {name} is not finite")
+        if not np.isin(self.loss_mask, (0, 1)).all():
+            raise WireError(f"sample {self.sample_id}: loss_mask holds something else than 0 and 1")
         at = 0
         for span in self.versions:
+            if type(span.start) is not int or type(span.end) is not int or not isinstance(span.version, str):
+                raise WireError(f"sample {self.sample_id}: malformed version span {span}")
             if span.start != at or span.end < span.start:
                 raise WireError(f"sample {self.sample_id}: version spans leave a gap at token {at}")
             at = span.end
-        if at != tokens:
-            raise WireError(f"sample {self.sample_id}: version spans end at {at} of {tokens} tokens")
+        if at != len(self.response_ids):
+            raise WireError(f"sample {self.sample_id}: version spans end at {at} of {len(self.response_ids)} tokens")
+
+
+#: Kinds of dtype (numpy's letters) that each array of a sample may have; all have one dimension.
+_ARRAYS = {
+    "prompt_ids": "iu",
+    "response_ids": "iu",
+    "logprobs": "f",
+    "loss_mask": "uib",
+    "ref_logprobs": "f",
+    "advantages": "f",
+}
+_OPTIONAL_ARRAYS = ("ref_logprobs", "advantages")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    return type(value).__name__
 
 
 @dataclass(slots=True)
@@ -138,12 +178,21 @@ def unpack_loss(data: bytes) -> LossSpec:
     """Decodes a loss specification.
 
     Raises:
-        WireError: malformed message or unknown field.
+        WireError: malformed message, unknown field or a value of another type.
     """
+    values = codec.unpack(data)
+    if not isinstance(values, dict):
+        raise WireError(f"loss specification: {type(values).__name__}, expected a map")
     try:
-        return LossSpec(**codec.unpack(data))
+        spec = LossSpec(**values)
     except TypeError as error:
         raise WireError(f"loss specification: {error}") from error
+    for name, default in asdict(LossSpec()).items():
+        value = getattr(spec, name)
+        allowed = (int, float) if isinstance(default, float) else (type(default),)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            raise WireError(f"loss specification: {name} is {value!r}, expected {type(default).__name__}")
+    return spec
 
 
 _SAMPLE_FIELDS = tuple(f.name for f in fields(Sample))
@@ -161,4 +210,4 @@ def _sample_from_map(values: Any) -> Sample:
         values["versions"] = [VersionSpan(*span) for span in values["versions"]]
         return Sample(**values)
     except (TypeError, KeyError, ValueError) as error:
-        raise WireError(f"malformed sample: {error}") from error
+        raise WireError(f"malformed sample: {type(error).__name__}: {error}") from error
