@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from nightshift.config import JobSpec
 from nightshift.config.files import reward_reads
+from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns
 from nightshift.wire.errors import BadInputError
 
 
@@ -19,21 +19,19 @@ class Lengths:
     mean: float
     p95: int
     longest: int
-    dropped: dict[str, int]
+    summary: str
 
     @classmethod
-    def of(cls, lengths: list[int], dropped: dict[str, int]) -> Lengths:
+    def of(cls, lengths: list[int], summary: str) -> Lengths:
         """Statistics of prompt lengths, of which there is at least one."""
         ordered = sorted(lengths)
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-        return cls(len(ordered), ordered[0], sum(ordered) / len(ordered), p95, ordered[-1], dropped)
+        return cls(len(ordered), ordered[0], sum(ordered) / len(ordered), p95, ordered[-1], summary)
 
     @property
     def sentence(self) -> str:
         """The statistics as one line."""
-        text = f"{self.prompts} prompts of {self.shortest} to {self.longest} tokens (mean {self.mean:.1f})"
-        left_out = [f"{count} dropped ({reason})" for reason, count in self.dropped.items() if count]
-        return ", ".join([text, *left_out])
+        return f"{self.summary}; {self.shortest} to {self.longest} tokens each (mean {self.mean:.1f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,77 +40,43 @@ class DataCheck:
 
     train: Lengths
     test: Lengths | None
-    steps_per_epoch: int
     total_steps: int
+    warnings: tuple[str, ...]
 
     @property
-    def sentence(self) -> str:
-        """The data as one line."""
-        test = f"; held out: {self.test.sentence}" if self.test else "; no held-out prompts, so no evaluation"
-        return f"data: {self.train.sentence}{test}; {self.steps_per_epoch} steps an epoch, {self.total_steps} in all"
+    def lines(self) -> list[str]:
+        """The data as lines of text."""
+        test = f"held out: {self.test.sentence}" if self.test else "held out: no prompts, so no evaluation"
+        return [f"train: {self.train.sentence}; {self.total_steps} steps", test, *self.warnings]
 
 
 def check_data(spec: JobSpec) -> DataCheck:
     """Reads and tokenises all prompts. ``spec.model.path`` is a local folder by now.
 
     Raises:
-        BadInputError: a file, a row or the tokenizer is wrong; nothing is left after dropping; or prompt and response
-            together are longer than the model's context.
+        BadInputError: a file, a row or the tokenizer is wrong; too little is left; prompt and response together are
+            longer than the model's context; or a reward reads what the rows do not have.
     """
-    from nightshift.data import Tokenizer, load_prompts
-
-    tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template)
-    check_context(spec, tokenizer.max_positions)
+    tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
+    rollout = spec.rollout
+    check_context(tokenizer, spec.data.max_prompt_length, rollout.max_response_length, rollout.max_model_len)
+    needed = reward_reads(spec)
     train = load_prompts(spec.data, spec.data.train_files, tokenizer)
-    check_ground_truth(spec, train.prompts)
-    if len(train.prompts) < spec.rollout.batch_size:
-        raise BadInputError(
-            f"data.train_files hold {len(train.prompts)} usable prompts, fewer than rollout.batch_size "
-            f"{spec.rollout.batch_size}",
-            role="data",
-            fix="Give more prompts, or a smaller rollout.batch_size",
-        )
+    require_columns(train, needed)
     test = load_prompts(spec.data, spec.data.test_files, tokenizer) if spec.data.test_files else None
-    steps = len(train.prompts) // spec.rollout.batch_size
-    return DataCheck(
-        train=_lengths(train),
-        test=_lengths(test) if test is not None else None,
-        steps_per_epoch=steps,
-        total_steps=spec.trainer.total_steps or steps * spec.trainer.total_epochs,
-    )
-
-
-def check_context(spec: JobSpec, positions: int | None) -> None:
-    """Checks that the longest prompt and the longest response fit into the model's and the server's context.
-
-    Raises:
-        BadInputError: names both limits.
-    """
-    longest = spec.data.max_prompt_length + spec.rollout.max_response_length
-    sums = f"data.max_prompt_length {spec.data.max_prompt_length} + rollout.max_response_length"
-    for limit, name in ((positions, "the model has"), (spec.rollout.max_model_len, "rollout.max_model_len is")):
-        if limit is not None and longest > limit:
-            raise BadInputError(
-                f"{sums} {spec.rollout.max_response_length} is {longest} tokens, but {name} {limit}",
-                role="data",
-                fix="Make one of the two shorter",
-            )
-
-
-def check_ground_truth(spec: JobSpec, prompts: list[Any]) -> None:
-    """Checks that a reward that reads ``ground_truth`` gets one.
-
-    Raises:
-        BadInputError: no row at all has one.
-    """
-    if all(prompt.ground_truth is None for prompt in prompts) and reward_reads(spec, "ground_truth"):
+    if test is not None:
+        require_columns(test, needed)
+    # Prompts that do not fill a last batch are carried into the next epoch.
+    steps = spec.trainer.total_steps or len(train.prompts) * spec.trainer.total_epochs // rollout.batch_size
+    if steps < 1:
         raise BadInputError(
-            "the reward function reads 'ground_truth', but no row of data.train_files has one ('reward_model' with the "
-            "key 'ground_truth', or a column 'ground_truth')",
-            role="data",
-            fix="Add it to the rows, or give the parameter a default value",
+            f"{len(train.prompts)} prompts in {spec.trainer.total_epochs} epochs do not fill one batch of "
+            f"{rollout.batch_size}",
+            role="job",
+            fix="Lower rollout.batch_size, or set trainer.total_steps",
         )
+    return DataCheck(_lengths(train), _lengths(test) if test is not None else None, steps, train.warnings)
 
 
-def _lengths(prompts: Any) -> Lengths:
-    return Lengths.of([len(prompt.prompt_ids) for prompt in prompts.prompts], dict(prompts.dropped))
+def _lengths(prompts: PromptSet) -> Lengths:
+    return Lengths.of([len(prompt.prompt_ids) for prompt in prompts.prompts], prompts.summary())

@@ -88,7 +88,7 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     shape = ModelShape(**plan["model"])
     lines.append(f"model {plan['model_path']}: {shape.parameters / 1e6:.1f} million parameters, {shape.layers} layers")
     data = plan["data"]
-    lines.append(data["sentence"])
+    lines += data["lines"]
     lines.append(
         f"step: {plan['samples_per_step']} samples; at most {plan['max_staleness']} policy versions behind; "
         f"{plan['parallelism']['data']} trainer rank(s), ZeRO stage {plan['parallelism']['zero_stage']}"
@@ -122,7 +122,7 @@ def _data(spec: JobSpec) -> dict[str, Any]:
     from nightshift.cli.data import check_data
 
     check = check_data(spec)
-    return {**asdict(check), "sentence": check.sentence}
+    return {**asdict(check), "lines": check.lines}
 
 
 def _is_model(folder: Path) -> bool:

@@ -105,7 +105,8 @@ def run_job(
     check_ports(spec)
     previous = _resumable(resume, spec) if resume is not None else None
     prepare.resolve_models(spec, say)
-    say(check_data(spec).sentence)
+    for line in check_data(spec).lines:
+        say(line)
     folder = previous or _new_folder(spec, run_dir)
     with hold(folder):
         if previous is not None:
@@ -268,9 +269,10 @@ def exit_code(code: int) -> int:
 
 
 def _resumable(name: str, spec: JobSpec) -> Path:
+    """The folder of an earlier run of the same job. Without a checkpoint the runner begins again at step 0."""
     folder = find_run(name, spec.resources.runs_dir)
-    if not checkpoints(folder, "trainer"):
-        raise BadInputError(f"the run {folder.name!r} has no checkpoint to go on from", fix="Start it anew")
+    if not (folder / JOB).is_file():
+        raise BadInputError(f"{str(folder)!r} holds no {JOB}, so it cannot be resumed", fix="Start the job anew")
     return folder
 
 
@@ -316,7 +318,7 @@ def _finish(view: RunView, folder: Path, code: int, *, as_json: bool, say: Any) 
             say(line)
     if code == EXIT_INTERRUPTED:
         trainer = checkpoints(folder, "trainer")
-        hint = f"go on with --resume {folder.name}" if trainer else "no checkpoint had been made"
+        hint = f"go on with --resume {folder.name}" if trainer else "no checkpoint was made"
         print(f"interrupted at step {view.step}: {hint}", file=sys.stderr)
     elif code != EXIT_DONE:
         fail(view.failure or f"the run failed; its logs: {folder / 'logs'}")

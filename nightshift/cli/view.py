@@ -10,7 +10,7 @@ from nightshift.wire.events import Event
 
 #: Names under which the held-out score may stand in an evaluation's metrics; the first that is there counts.
 SCORE_KEYS = ("eval/accuracy", "eval/score", "accuracy", "score")
-TOKENS_KEYS = ("throughput/tokens_per_s", "tokens_per_second", "tokens_per_s", "rollout/tokens_per_s")
+TOKENS_KEYS = ("response_tokens_per_second", "tokens_per_second")
 _RECENT = 5
 
 
