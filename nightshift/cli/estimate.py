@@ -75,7 +75,7 @@ def read_shape(folder: Path) -> ModelShape:
         )
     except OSError as error:
         raise BadInputError(f"cannot read {str(path)!r}: {error.strerror}", role="model") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(f"{str(path)!r} does not describe a language model: {error!r}", role="model") from error
 
 
