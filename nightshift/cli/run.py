@@ -24,6 +24,7 @@ from nightshift.cli.processes import Child
 from nightshift.cli.progress import Progress, progress_for
 from nightshift.cli.report import report, report_lines
 from nightshift.cli.runs import EVENTS, JOB, checkpoints, find_run, hold, make_run, new_run_id
+from nightshift.cli.shared_memory import remove_abandoned
 from nightshift.cli.tail import Tail, last_lines
 from nightshift.cli.view import RunView, role_sentence
 from nightshift.config import JobSpec
@@ -143,6 +144,7 @@ class Supervisor:
         self._tail = Tail(run_dir / EVENTS)
         self._memory = PeakMemory(self._store)
         self._children: list[Child] = []
+        self._began = time.time()
 
     def run(self, console: Console, *, as_json: bool) -> tuple[int, RunView]:
         """Runs until the runner has ended and nothing is left. Returns the exit code and what the events said."""
@@ -205,14 +207,14 @@ class Supervisor:
                 runner.stop(signal.SIGTERM, self._deadlines.runner, lambda: self._interrupts.hard)
                 if self._interrupts.asked:
                     return EXIT_INTERRUPTED
-                self._view.error = self._cause("agent", agent, agent_code)
+                self._view.cause = self._cause("agent", agent, agent_code)
                 return EXIT_BAD_INPUT if agent_code == EXIT_BAD_INPUT else EXIT_FAILED
             time.sleep(_POLL_S)
         self._show_new(progress)
         if self._interrupts.asked:
             return EXIT_INTERRUPTED if code in (EXIT_DONE, EXIT_INTERRUPTED, -signal.SIGINT) else EXIT_FAILED
         if code != EXIT_DONE and not self._view.failure:
-            self._view.error = self._cause("orchestrator", runner, code)
+            self._view.cause = self._cause("orchestrator", runner, code)
         return exit_code(code)
 
     def _show_new(self, progress: Progress) -> None:
@@ -255,6 +257,8 @@ class Supervisor:
         if self._store.exists():
             shutil.rmtree(self._store, ignore_errors=True)
             events.append("warning", role="agent", message=f"left {self._store} behind, which was removed")
+        if abandoned := remove_abandoned(self._began):
+            events.append("warning", role="agent", message=f"left shared memory behind, which was removed: {abandoned}")
         if stuck := processes.processes_of(self._run_id):
             lines = [processes.command_line(pid) for pid in stuck]
             events.append("warning", role="agent", message=f"these processes cannot be ended: {lines}")

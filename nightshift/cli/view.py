@@ -51,6 +51,8 @@ class RunView:
     summary: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     failed_role: str = ""
+    #: Why the run failed as far as its processes show it; set from outside, and stronger than what events say.
+    cause: str = ""
     #: When the time of the steps began to count: the last start or evaluation.
     _mark: float | None = None
     _durations: list[float] = field(default_factory=list)
@@ -135,8 +137,8 @@ class RunView:
     @property
     def failure(self) -> str:
         """The sentence that says why the run failed: the job's own error, else that of the role that failed."""
-        if self.error:
-            return self.error
+        if self.cause or self.error:
+            return self.cause or self.error
         role = self.roles.get(self.failed_role)
         return role_sentence(self.failed_role, role) if role is not None else ""
 

@@ -153,7 +153,11 @@ def test_agent_that_fails_gives_its_sentence_and_its_code(play: Callable[..., Fa
     events.append("role", role="reward", state="failed", detail="no function 'score' in reward.py", fix="Write it")
     sys.exit(2)
     """
-    fake = play(runner="until(run_dir / 'never')", agent=agent)
+    runner = """
+    signal.signal(signal.SIGTERM, lambda *_: events.append("job", state="interrupted") or sys.exit(130))
+    until(run_dir / "never")
+    """
+    fake = play(runner=runner, agent=agent)
     result = fake.result()
     assert result["code"] == 2
     assert result["failure"] == "[reward] no function 'score' in reward.py. Write it"
