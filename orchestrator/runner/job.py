@@ -104,6 +104,8 @@ class Job:
         closing: list[Any] = []
         try:
             tokenizer, train, test, total_steps = load_inputs(spec)
+            for message in train.warnings:
+                self.events.append("warning", role="job", message=message)
             store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
             checkpoints = Checkpoints(self.run_dir)
             start = self._where(store, checkpoints, resume)
@@ -163,7 +165,7 @@ class Job:
                 fleet=fleet,
                 books=books,
                 spool=spool,
-                evaluator=Evaluator(spec, self.run_id, tokenizer, test.prompts, fleet, rewards, tracing),
+                evaluator=Evaluator(spec, self.run_id, tokenizer, test, fleet, rewards, tracing),
                 checkpoints=checkpoints,
                 tracking=tracking,
                 tracing=tracing,
@@ -349,15 +351,15 @@ class _Closer:
         self._close()
 
 
-def load_inputs(spec: JobSpec) -> tuple[Tokenizer, PromptSet, PromptSet, int]:
+def load_inputs(spec: JobSpec) -> tuple[Tokenizer, PromptSet, list[Prompt], int]:
     """Tokenizer, prompts for training and evaluation, and the number of steps.
 
     Raises:
         BadInputError: the data cannot be used.
     """
-    tokenizer = Tokenizer.load(Path(spec.model.tokenizer or spec.model.path), spec.data.chat_template)
+    tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
     train = load_prompts(spec.data, spec.data.train_files, tokenizer)
-    test = load_prompts(spec.data, spec.data.test_files, tokenizer) if spec.data.test_files else PromptSet([], {})
+    test = load_prompts(spec.data, spec.data.test_files, tokenizer).prompts if spec.data.test_files else []
     steps = spec.trainer.total_steps
     if steps is None:
         # Prompts that do not fill a last batch are carried over into the next epoch, and left out after the last one.
