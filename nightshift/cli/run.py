@@ -23,7 +23,7 @@ from nightshift.cli.ports import HOST, check_ports, free_port
 from nightshift.cli.processes import Child
 from nightshift.cli.progress import Progress, progress_for
 from nightshift.cli.report import report, report_lines
-from nightshift.cli.runs import EVENTS, JOB, checkpoints, find_run, hold, make_run, new_run_id
+from nightshift.cli.runs import EVENTS, JOB, SERVICES, checkpoints, find_run, hold, make_run, new_run_id
 from nightshift.cli.shared_memory import remove_abandoned
 from nightshift.cli.tail import Tail, last_lines
 from nightshift.cli.view import RunView, role_sentence
@@ -155,6 +155,8 @@ class Supervisor:
             progress_for(self._view, console, as_json=as_json) as progress,
         ):
             code = EXIT_FAILED
+            # Addresses of an earlier start of this run are no addresses of this one.
+            (self._run_dir / SERVICES).unlink(missing_ok=True)
             try:
                 runner, agent = self._start("orchestrator"), self._start("agent")
                 self._memory.start()

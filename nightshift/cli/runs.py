@@ -13,6 +13,7 @@ from nightshift.wire.errors import BadInputError
 
 EVENTS = "events.jsonl"
 JOB = "job.yaml"
+SERVICES = "services.json"
 _LOCK = ".lock"
 
 

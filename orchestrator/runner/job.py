@@ -12,7 +12,7 @@ from typing import Any
 
 from nightshift.config import JobSpec
 from nightshift.config.load import read_resolved
-from nightshift.data import Cursor, PromptSet, Tokenizer, load_prompts
+from nightshift.data import Cursor, Prompt, PromptSet, Tokenizer, load_prompts
 from nightshift.wire import telemetry
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
