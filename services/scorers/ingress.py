@@ -1,0 +1,53 @@
+"""What Serve's proxy process does at its start: it keeps its gRPC server on loopback.
+
+Serve's gRPC options have a port and no host: the server listens on every interface. Serve offers one place where a
+program's code runs in the proxy before that server starts, the HTTP proxy callback; it is used for this alone. A
+deployment checks afterwards where the port really listens (services.scorers.deploy), so that a Serve release which
+starts its server in another way is noticed and not exposed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "services.scorers.ingress.bind_to_loopback"
+#: Environment of the process that starts Ray, set before it imports ray: Ray reads some of it at import, and its
+#: processes inherit it.
+RAY_ENVIRONMENT = {
+    CALLBACK_VARIABLE: CALLBACK,
+    # By default workers run at a low priority, and a replica beside a busy trainer then hardly gets to start.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_LISTEN = "0A"
+_LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def bind_to_loopback() -> list[Any]:
+    """Serve's HTTP proxy callback; returns no middleware."""
+    from ray.serve._private import default_impl
+
+    add_address = default_impl.add_grpc_address
+
+    def add_loopback_address(server: Any, address: str) -> None:
+        add_address(server, f"{LOOPBACK}:{address.rpartition(':')[2]}")
+
+    default_impl.add_grpc_address = add_loopback_address
+    return []
+
+
+def listens_beyond_loopback(port: int) -> bool:
+    """Whether a TCP socket of this machine listens on the port at an address other than loopback (Linux)."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        path = Path(table)
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == _LISTEN and int(number, 16) == port and address not in _LOOPBACKS:
+                return True
+    return False
