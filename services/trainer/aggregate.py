@@ -1,0 +1,60 @@
+"""How token losses become one number over a whole batch: partial sums here, one division by the batch's totals.
+
+A micro-batch, a part and a rank each hold a piece of a batch. Means of means would weigh the pieces wrongly, so every
+piece contributes a sum, and the sum of the sums is divided by what the whole batch holds. Samples without a trained
+token are not counted anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nightshift.wire.errors import BadInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
+
+
+def partial_sum(values: Tensor, mask: Tensor, aggregation: str) -> Tensor:
+    """One sample's contribution to the numerator of the batch's loss.
+
+    Args:
+        values: [T] per-token values.
+        mask: [T] bool, true where the token is trained on.
+        aggregation: a name of AGGREGATIONS.
+
+    Returns:
+        A scalar: the sum over trained tokens, or their mean for ``seq_mean_token_mean``; 0 without a trained token.
+    """
+    total = values.masked_fill(~mask, 0.0).sum()
+    if aggregation == "seq_mean_token_mean":
+        # The count stays a tensor, so that a GPU is not waited for.
+        return total / mask.sum().clamp(min=1)
+    return total
+
+
+def divisor(aggregation: str, total_tokens: int, total_sequences: int, constant_length: int = 0) -> float:
+    """What the summed partial sums of a batch are divided by.
+
+    Args:
+        aggregation: a name of AGGREGATIONS.
+        total_tokens: trained tokens of the whole batch.
+        total_sequences: samples of the whole batch with at least one trained token.
+        constant_length: divisor per sequence of ``constant_length`` (Dr. GRPO, Liu et al. 2025).
+
+    Raises:
+        BadInputError: unknown name, or ``constant_length`` without a positive length.
+    """
+    if aggregation == "token_mean":
+        return float(total_tokens)
+    if aggregation in ("seq_mean_token_mean", "seq_mean_token_sum"):
+        return float(total_sequences)
+    if aggregation == "constant_length":
+        if constant_length < 1:
+            raise BadInputError(f"aggregation 'constant_length' with constant_length {constant_length}", role="trainer")
+        return float(total_sequences * constant_length)
+    raise BadInputError(
+        f"unknown loss aggregation {aggregation!r}", role="trainer", fix=f"Choose one of {', '.join(AGGREGATIONS)}"
+    )

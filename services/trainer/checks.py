@@ -1,0 +1,109 @@
+"""Checks of what an update asks for, before any rank sees it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nightshift.wire.errors import BadInputError
+from nightshift.wire.experience import LossSpec, Sample
+from nightshift.wire.scoring import SequenceInput
+from services.trainer.aggregate import AGGREGATIONS
+
+#: Policy losses by name, and whether their ratio is taken against the behaviour policy. Importance weights correct for
+#: the behaviour policy, which such a loss already does.
+POLICY_LOSS_NAMES = {
+    "ppo_clip": True,
+    "ppo_clip_proximal": False,
+    "decoupled_ppo": True,
+    "gspo": True,
+    "cispo": True,
+}
+KL_ESTIMATORS = ("k1", "k2", "k3")
+_IMPORTANCE = frozenset({"importance_cap", "sequence_importance_cap", "sequence_importance_mask"})
+_OPTIONS = _IMPORTANCE | {"dual_clip"}
+
+
+def check_loss_spec(spec: LossSpec) -> None:
+    """Checks names and ranges of a loss specification.
+
+    Raises:
+        BadInputError: the message names the field and what would be right.
+    """
+    if spec.policy_loss not in POLICY_LOSS_NAMES:
+        raise _bad(f"unknown policy loss {spec.policy_loss!r}", f"Choose one of {', '.join(POLICY_LOSS_NAMES)}")
+    if spec.aggregation not in AGGREGATIONS:
+        raise _bad(f"unknown loss aggregation {spec.aggregation!r}", f"Choose one of {', '.join(AGGREGATIONS)}")
+    if spec.aggregation == "constant_length" and spec.constant_length < 1:
+        raise _bad(f"constant_length is {spec.constant_length}", "It must be 1 or more with that aggregation")
+    if spec.kl_estimator not in KL_ESTIMATORS:
+        raise _bad(f"unknown KL estimator {spec.kl_estimator!r}", f"Choose one of {', '.join(KL_ESTIMATORS)}")
+    if not spec.temperature > 0:
+        raise _bad(f"temperature is {spec.temperature}", "It must be positive")
+    unknown = sorted(set(spec.options) - _OPTIONS)
+    if unknown:
+        raise _bad(f"unknown loss option {unknown[0]!r}", f"Known are {', '.join(sorted(_OPTIONS))}")
+    if POLICY_LOSS_NAMES[spec.policy_loss] and _IMPORTANCE & set(spec.options):
+        raise _bad(
+            f"importance weights with the policy loss {spec.policy_loss!r}, whose ratio already corrects for the sampler",
+            "Use policy_loss ppo_clip_proximal",
+        )
+
+
+def check_samples(samples: Sequence[Sample], spec: LossSpec, vocab_size: int, max_positions: int) -> None:
+    """Checks that samples can be trained on.
+
+    Raises:
+        BadInputError: the message names the sample, the field and the value.
+    """
+    for sample in samples:
+        name = f"sample {sample.sample_id}"
+        check_ids(name, sample.prompt_ids, sample.response_ids, vocab_size, max_positions)
+        if sample.advantages is None:
+            raise _bad(f"{name} has no advantages", "Compute them before the update")
+        if not np.isfinite(sample.advantages).all():
+            raise _bad(f"{name} has an advantage that is not finite", "Leave unscored samples at 0")
+        if spec.kl_coef:
+            if sample.ref_logprobs is None:
+                raise _bad(f"{name} has no reference log-probs, but kl_coef is {spec.kl_coef}", "Ask the reference")
+            if not np.isfinite(sample.ref_logprobs).all():
+                raise _bad(f"{name} has a reference log-prob that is not finite", "Check the reference")
+
+
+def check_sequences(sequences: Sequence[SequenceInput], vocab_size: int, max_positions: int) -> None:
+    """Checks that log-probs of sequences can be taken.
+
+    Raises:
+        BadInputError: the message names the sequence and the value.
+    """
+    for item in sequences:
+        name = f"sequence {item['id']}"
+        check_ids(name, item["prompt_ids"], item["response_ids"], vocab_size, max_positions)
+        if not item.get("temperature", 1.0) > 0:
+            raise _bad(f"{name} has temperature {item.get('temperature')}", "It must be positive")
+
+
+def check_ids(name: str, prompt: np.ndarray, response: np.ndarray, vocab_size: int, max_positions: int) -> None:
+    """Checks one pair of id arrays against the model's vocabulary and positions.
+
+    Raises:
+        BadInputError: empty prompt, id outside the vocabulary, or too long a sequence.
+    """
+    if len(prompt) == 0:
+        raise _bad(f"{name} has an empty prompt", "The first response token needs a token before it")
+    for ids in (prompt, response):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            raise _bad(
+                f"{name} has a token id outside the model's vocabulary of {vocab_size}",
+                "Sampler and trainer must use one tokenizer",
+            )
+    if len(prompt) + len(response) > max_positions:
+        raise _bad(
+            f"{name} has {len(prompt) + len(response)} tokens, the model has {max_positions} positions",
+            "Lower data.max_prompt_length or rollout.max_response_length",
+        )
+
+
+def _bad(message: str, fix: str) -> BadInputError:
+    return BadInputError(message, role="trainer", fix=fix)

@@ -1,0 +1,174 @@
+"""Policy losses: pure functions of one sample that return one loss per token.
+
+The functions know nothing of batches: what happens to the token losses is in :mod:`services.trainer.aggregate`.
+``mu`` is the behaviour policy that sampled the tokens, ``prox`` the policy as it was before this optimiser step. Since a
+batch gets one step, ``prox`` is the current policy without its gradient unless it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nightshift.wire.experience import LossSpec
+from services.trainer.checks import check_loss_spec
+
+#: |log ratio| above which exp() is no longer taken at face value: e^20 is far outside every clip range, and float32
+#: overflows at e^88, which would turn a clipped token's zero gradient into NaN.
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One sample of T response tokens."""
+
+    logprobs: Tensor  # [T] float32, log pi, with gradient
+    behaviour: Tensor  # [T] float32, log mu
+    advantages: Tensor  # [T] float32
+    mask: Tensor  # [T] bool, true where the token is trained on
+    proximal: Tensor | None = None  # [T] float32, log prox; None: pi without its gradient
+
+    @property
+    def prox(self) -> Tensor:
+        """Log-probs of the policy before this optimiser step, without gradient."""
+        return self.logprobs.detach() if self.proximal is None else self.proximal
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """Per-token results of a loss."""
+
+    losses: Tensor  # [T], with gradient
+    clipped: Tensor  # [T] bool, true where the clip took effect
+
+
+PolicyLoss = Callable[[LossInputs, LossSpec], LossOutputs]
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def policy_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """The loss that ``spec.policy_loss`` names, with the importance weights that ``spec.options`` asks for.
+
+    Raises:
+        BadInputError: unknown loss or option.
+    """
+    check_loss_spec(spec)
+    outputs = POLICY_LOSSES[spec.policy_loss](inputs, spec)
+    weight = importance_weight(inputs, spec)
+    return outputs if weight is None else LossOutputs(outputs.losses * weight, outputs.clipped)
+
+
+def _register(function: PolicyLoss) -> PolicyLoss:
+    POLICY_LOSSES[function.__name__] = function
+    return function
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return (numerator - denominator).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _clip(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> LossOutputs:
+    """max(-r A, -clip(r) A) of Schulman et al. 2017, eq. 7; with ``dual_clip`` c, min(that, -c A) where A < 0 (Ye et al.
+    2020, eq. 5); a wider upper bound is DAPO's clip-higher (Yu et al. 2025, eq. 10)."""
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high) * advantages
+    losses = torch.maximum(plain, clipped)
+    active = clipped > plain
+    dual = spec.options.get("dual_clip")
+    if dual:
+        capped = -dual * advantages
+        cut = (advantages < 0) & (losses > capped)
+        losses = torch.where(cut, capped, losses)
+        active = active | cut
+    return LossOutputs(losses, active)
+
+
+@_register
+def ppo_clip(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """PPO's clipped surrogate with the ratio pi/mu."""
+    return _clip(_ratio(inputs.logprobs, inputs.behaviour), inputs.advantages, spec)
+
+
+@_register
+def ppo_clip_proximal(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """PPO's clipped surrogate with the ratio pi/prox; corrected for mu by an importance option, if at all."""
+    return _clip(_ratio(inputs.logprobs, inputs.prox), inputs.advantages, spec)
+
+
+@_register
+def decoupled_ppo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """(prox/mu) times PPO's surrogate against prox (Hilton et al. 2022, eq. 2; AReaL, Fu et al. 2025)."""
+    outputs = _clip(_ratio(inputs.logprobs, inputs.prox), inputs.advantages, spec)
+    return LossOutputs(_ratio(inputs.prox, inputs.behaviour) * outputs.losses, outputs.clipped)
+
+
+@_register
+def gspo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """One ratio per sequence, the geometric mean over its trained tokens (GSPO, Zheng et al. 2025, eq. 5 and 7).
+
+    Each token carries the sequence's loss, so that the sequence mean of ``seq_mean_token_mean`` is the published one.
+    """
+    log_ratio = (inputs.logprobs - inputs.behaviour).masked_fill(~inputs.mask, 0.0)
+    mean = log_ratio.sum() / inputs.mask.sum().clamp(min=1)
+    ratio = mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(log_ratio)
+    return _clip(ratio, inputs.advantages, spec)
+
+
+@_register
+def cispo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """-sg(clip(pi/mu)) A log pi (MiniMax-M1, 2025, eq. 4): a clipped token still learns, with a bounded weight."""
+    ratio = _ratio(inputs.logprobs.detach(), inputs.behaviour)
+    weight = ratio.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high)
+    return LossOutputs(-weight * inputs.advantages * inputs.logprobs, weight != ratio)
+
+
+def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
+    """Weights prox/mu that correct for a sampler that differs from the trainer (truncated importance sampling).
+
+    ``spec.options``: ``importance_cap`` truncates each token's weight; ``sequence_importance_cap`` truncates one weight
+    per sequence, the product over its trained tokens, or sets it to 0 above the cap with ``sequence_importance_mask``.
+
+    Returns:
+        A weight per token or one for all, without gradient; None where no option asks for one.
+    """
+    token_cap = spec.options.get("importance_cap")
+    sequence_cap = spec.options.get("sequence_importance_cap")
+    if not token_cap and not sequence_cap:
+        return None
+    log_weight = (inputs.prox - inputs.behaviour).detach()
+    weight = torch.ones_like(log_weight)
+    if token_cap:
+        weight = log_weight.clamp(max=LOG_RATIO_BOUND).exp().clamp(max=token_cap)
+    if sequence_cap:
+        total = log_weight.masked_fill(~inputs.mask, 0.0).sum()
+        sequence = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if spec.options.get("sequence_importance_mask"):
+            sequence = torch.where(sequence > sequence_cap, torch.zeros_like(sequence), sequence)
+        weight = weight * sequence.clamp(max=sequence_cap)
+    return weight
+
+
+def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """Per-token estimates of KL(pi || reference), to be differentiated (Schulman, "Approximating KL divergence", 2020).
+
+    With r = log pi - log ref: k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r. k3 is taken at r clamped to
+    +-LOG_RATIO_BOUND, where its value and its (zero) gradient are finite in float32.
+
+    Args:
+        logprobs: [T] float32 with gradient.
+        reference: [T] float32.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        The terms [T], and [T] bool, true where the clamp took effect.
+    """
+    r = logprobs - reference
+    if estimator == "k1":
+        return r, torch.zeros_like(r, dtype=torch.bool)
+    if estimator == "k2":
+        return 0.5 * r * r, torch.zeros_like(r, dtype=torch.bool)
+    bounded = r.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.expm1(-bounded) + bounded, bounded != r

@@ -1,0 +1,93 @@
+"""The policy network of a rank: log-probs and entropies of given tokens."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from nightshift.wire.errors import BadInputError
+from services.trainer.batching import PaddedBatch
+from services.trainer.config import RankConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy(nn.Module):
+    """A causal language model that returns log-probs instead of logits.
+
+    The autocast context lies inside the module: DeepSpeed's own would also reduce gradients in bfloat16.
+    """
+
+    def __init__(self, model: nn.Module, autocast: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast = autocast
+
+    def forward(
+        self, input_ids: Tensor, keep: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of N tokens in B padded sequences.
+
+        Args:
+            input_ids: [B, L] int64.
+            keep: [K] columns whose logits are computed.
+            rows, columns, targets: [N] row, index into ``keep`` and id of each token.
+            temperature: [N] float32 that divides the logits, as in the sampler.
+
+        Returns:
+            Two [N] float32 tensors: log pi(token), and the entropy of the distribution at its position in nats.
+        """
+        context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        with context:
+            logits = self.model(input_ids=input_ids, logits_to_keep=keep, use_cache=False).logits
+        picked = logits[rows, columns].float() / temperature[:, None]
+        log_norm = torch.logsumexp(picked, dim=-1)
+        logprobs = picked.gather(1, targets[:, None]).squeeze(1) - log_norm
+        entropy = log_norm - (torch.softmax(picked, dim=-1) * picked).sum(-1)
+        return logprobs, entropy
+
+
+def load_policy(config: RankConfig) -> Policy:
+    """Reads the model from its folder in the parameters' precision.
+
+    DeepSpeed's HfDeepSpeedConfig is not used: it leaves the rotary frequencies in bfloat16, which shifts log-probs.
+
+    Raises:
+        BadInputError: the folder holds no causal language model that transformers can load.
+    """
+    if not (Path(config.model_path) / "config.json").is_file():
+        raise BadInputError(
+            f"no config.json in model folder {config.model_path}", role="trainer", fix="Check model.path"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model_path,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=config.attn_implementation,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BadInputError(
+            f"cannot load model {config.model_path}: {error}", role="trainer", fix="Check model.path"
+        ) from error
+    # Dropout would make the ratio to the sampler random.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return Policy(model, config.autocast)
+
+
+def to_device(batch: PaddedBatch, device: torch.device) -> dict[str, Tensor]:
+    """The arrays of a batch as tensors, by the names of :meth:`Policy.forward`."""
+    names = ("input_ids", "keep", "rows", "columns", "targets")
+    return {name: torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True) for name in names}

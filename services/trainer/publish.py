@@ -1,0 +1,132 @@
+"""Publication of weights: one safetensors file per version in the weight store, which appears by rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nightshift.wire.errors import RoleError
+from services.trainer.policy import Policy
+
+#: Publications that stay in the store: the one in use, and the one that a server may be reading.
+KEPT = 2
+#: Elements gathered at once from partitioned parameters.
+_GATHER_ELEMENTS = 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A published file."""
+
+    name: str  # below the store
+    digest: str  # BLAKE3 of the file, hex
+    bytes: int
+    changed_fraction: float  # of parameters that differ from the previous publication; 1.0 for the first
+
+
+def gather(policy: Policy, dtype: torch.dtype, keep: bool, partitioned: bool) -> dict[str, Tensor]:
+    """The model's parameters by their HF names, tied ones once, on the CPU.
+
+    Args:
+        policy: the trained module.
+        dtype: precision of the result.
+        keep: false on ranks that only take part in gathering; they get an empty map.
+        partitioned: whether the parameters are spread over the ranks (ZeRO stage 3); then every rank must call this.
+    """
+    result: dict[str, Tensor] = {}
+    for names, parameters in _buckets(policy):
+        with _whole(parameters, partitioned), torch.no_grad():
+            if keep:
+                for name, parameter in zip(names, parameters, strict=True):
+                    value = parameter.detach().to(device="cpu", dtype=dtype)
+                    # What shares memory with a partitioned parameter dies with the gathered copy.
+                    result[name] = value.clone() if partitioned and value.data_ptr() == parameter.data_ptr() else value
+    return result
+
+
+def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
+    """Writes the next file of the store and removes all but the newest two.
+
+    Args:
+        tensors: parameters by HF name, in the rollout precision.
+        store: the folder of published weights.
+        dtype: name of that precision, written into the file.
+
+    Raises:
+        RoleError: the store cannot be written, for example because it is full.
+    """
+    numbers = published(store)
+    number = numbers[-1] + 1 if numbers else 1
+    path = store / f"{number}.safetensors"
+    partial = store / f".{number}.safetensors.tmp"
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata={"format": "pt", "dtype": dtype})
+        digest = blake3(max_threads=1).update_mmap(partial).hexdigest()
+        changed = _changed_fraction(tensors, store / f"{numbers[-1]}.safetensors") if numbers else 1.0
+        size = partial.stat().st_size
+        os.replace(partial, path)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        raise RoleError(
+            f"cannot publish weights to {path}: {error}",
+            role="trainer",
+            fix="Give resources.weight_store room for three copies of the model, or name another folder",
+        ) from error
+    for old in [*numbers, number][:-KEPT]:
+        (store / f"{old}.safetensors").unlink(missing_ok=True)
+    return Publication(path.name, digest, size, changed)
+
+
+def published(store: Path) -> list[int]:
+    """Numbers of the files in the store, in numeric order."""
+    return sorted(int(path.stem) for path in store.glob("*.safetensors") if path.stem.isdigit())
+
+
+def _changed_fraction(tensors: dict[str, Tensor], previous: Path) -> float:
+    changed = total = 0
+    with safe_open(previous, framework="pt") as file:
+        known = set(file.keys())
+        for name, tensor in tensors.items():
+            total += tensor.numel()
+            old = file.get_tensor(name) if name in known else None
+            if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
+                changed += tensor.numel()
+            else:
+                changed += int(torch.count_nonzero(tensor != old))
+    return changed / max(1, total)
+
+
+def _buckets(policy: Policy) -> Iterator[tuple[list[str], list[torch.nn.Parameter]]]:
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    elements = 0
+    for name, parameter in policy.model.named_parameters():
+        names.append(name)
+        parameters.append(parameter)
+        elements += getattr(parameter, "ds_numel", parameter.numel())
+        if elements >= _GATHER_ELEMENTS:
+            yield names, parameters
+            names, parameters, elements = [], [], 0
+    if names:
+        yield names, parameters
+
+
+@contextmanager
+def _whole(parameters: list[torch.nn.Parameter], partitioned: bool) -> Iterator[None]:
+    if not partitioned:
+        yield
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters(parameters):
+        yield

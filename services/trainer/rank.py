@@ -1,0 +1,260 @@
+"""One rank of the trainer, without Ray: usable in a plain process and by the rank actor alike."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nightshift.wire.experience import LossSpec, Sample
+from nightshift.wire.scoring import SequenceInput, SequenceResult
+from services.trainer.aggregate import divisor, partial_sum
+from services.trainer.batching import PaddedBatch, micro_batch_count, micro_batches, pad, shard, trained
+from services.trainer.checkpoint import export_hf, load_engine, save_engine
+from services.trainer.checks import check_loss_spec, check_samples
+from services.trainer.config import RankConfig
+from services.trainer.engine import Engine, init_process_group
+from services.trainer.losses import LossInputs, kl_terms, policy_loss
+from services.trainer.policy import DTYPES, load_policy, to_device
+from services.trainer.publish import Publication, gather, publish
+from services.trainer.sums import PartSums, to_metrics
+
+_SUMS = ("loss", "policy", "kl", "entropy", "clipped", "kl_clamped", "abs_log_ratio")
+
+
+class TrainerRank:
+    """Model, optimiser and accumulated gradient of one rank.
+
+    Every rank of a group makes the same calls with the same arguments in the same order, and takes its own share.
+
+    Args:
+        config: model, precision and optimiser.
+        rank: number of this rank.
+        world: number of ranks.
+        init_method: where the ranks meet, with more than one.
+
+    Raises:
+        BadInputError: the model cannot be loaded, or settings do not go together.
+    """
+
+    def __init__(self, config: RankConfig, rank: int = 0, world: int = 1, init_method: str | None = None) -> None:
+        self.config = config
+        self.rank = rank
+        self.world = world
+        self.optimizer_steps = 0
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+        )
+        init_process_group(rank, world, init_method, config.device)
+        self.policy = load_policy(config)
+        model_config = self.policy.model.config
+        self.vocab_size = int(model_config.vocab_size)
+        self.max_positions = int(getattr(model_config, "max_position_embeddings", 2**31))
+        self.parameters = sum(p.numel() for p in self.policy.parameters())
+        self.engine = Engine(self.policy, config, self.device)
+
+    def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
+        """Adds the gradient of a part of a batch.
+
+        Args:
+            samples: the part, whole: each rank takes its share.
+            spec: the loss.
+            loss_divisor: what the loss is divided by right here; 1 where :meth:`apply` divides.
+
+        Returns:
+            Sums of this rank's share, undivided.
+        """
+        kept = trained(samples)
+        mine = list(micro_batches(shard(kept, self.rank, self.world), self.config.micro_batch_size))
+        total = PartSums()
+        for micro in mine:
+            total = total + self._micro_step(micro, spec, loss_divisor)
+        for _ in range(micro_batch_count(len(kept), self.world, self.config.micro_batch_size) - len(mine)):
+            # Backward passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
+            logprobs, _ = self._forward(pad([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
+            self.engine.backward(logprobs.sum() * 0.0)
+        return total
+
+    def apply(self, step_divisor: float, learning_rate: float) -> dict[str, float]:
+        """Divides the accumulated gradient, clips it, and makes one optimiser step.
+
+        Returns:
+            ``grad_norm`` (before the clip) and ``lr``.
+
+        Raises:
+            NonFiniteGradientError: nothing was changed, and what was accumulated is gone.
+        """
+        norm = self.engine.step(step_divisor, learning_rate)
+        self.optimizer_steps += 1
+        return {"grad_norm": norm, "lr": learning_rate}
+
+    def discard(self) -> None:
+        """Forgets the accumulated gradient."""
+        self.engine.discard()
+
+    def update(self, samples: Sequence[Sample], spec: LossSpec, learning_rate: float) -> dict[str, float]:
+        """A whole batch in one call, for plain loops on one rank.
+
+        Returns:
+            The metrics of the step; ``stepped`` is 0 where the batch held no trained token and nothing was changed.
+
+        Raises:
+            BadInputError: the loss or a sample cannot be used.
+        """
+        check_loss_spec(spec)
+        check_samples(samples, spec, self.vocab_size, self.max_positions)
+        kept = trained(samples)
+        if not kept:
+            return {"stepped": 0.0, "tokens": 0.0}
+        tokens = spec.total_tokens or sum(sample.trained_tokens for sample in kept)
+        total = divisor(spec.aggregation, tokens, spec.total_sequences or len(kept), spec.constant_length)
+        sums = self.accumulate(samples, spec, total)
+        return to_metrics(sums, spec, total) | self.apply(1.0, learning_rate) | {"stepped": 1.0}
+
+    def log_probs(self, sequences: Sequence[SequenceInput], exact: bool = False) -> list[SequenceResult]:
+        """Log-probs of response tokens under the current weights, of this rank's share in order.
+
+        Args:
+            sequences: all of them: each rank takes its share.
+            exact: without autocast, for a comparison with the sampler.
+        """
+        mine = list(micro_batches(shard(sequences, self.rank, self.world), self.config.micro_batch_size))
+        results: list[SequenceResult] = []
+        with self._precision(exact), torch.no_grad():
+            for micro in mine:
+                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in micro])
+                temperature = torch.cat(
+                    [
+                        torch.full((n,), float(item.get("temperature", 1.0)))
+                        for item, n in zip(micro, batch.sizes, strict=True)
+                    ]
+                )
+                logprobs, _ = self.engine(temperature=temperature.to(self.device), **to_device(batch, self.device))
+                for item, values in zip(micro, logprobs.cpu().split(batch.sizes), strict=True):
+                    results.append({"id": item["id"], "logprobs": values.numpy(), "token_ids": item["response_ids"]})
+            for _ in range(micro_batch_count(len(sequences), self.world, self.config.micro_batch_size) - len(mine)):
+                self._forward(pad([(sequences[0]["prompt_ids"], sequences[0]["response_ids"])]), 1.0)
+        return results
+
+    def publish(self, store: Path) -> Publication | None:
+        """Writes the weights in the rollout precision into the store; None on ranks other than 0.
+
+        Raises:
+            RoleError: the store cannot be written.
+        """
+        tensors = self._gathered(self.config.rollout_dtype)
+        return publish(tensors, store, self.config.rollout_dtype) if self.rank == 0 else None
+
+    def save_state(self, folder: Path) -> None:
+        """Writes this rank's part of a resume state into a folder that exists."""
+        save_engine(self.engine.engine, folder, self.rank, {"optimizer_steps": self.optimizer_steps})
+
+    def load_state(self, folder: Path) -> None:
+        """Takes weights, optimiser state and random states from a resume state of as many ranks.
+
+        Raises:
+            RoleError: the folder holds none.
+        """
+        self.discard()
+        self.optimizer_steps = int(load_engine(self.engine.engine, folder, self.rank)["optimizer_steps"])
+
+    def export(self, folder: Path, dtype: str | None = None) -> None:
+        """Writes an HF folder; every rank calls this, rank 0 writes.
+
+        Args:
+            folder: made here.
+            dtype: precision of the weights; None: that of the parameters.
+        """
+        tensors = self._gathered(dtype or self.config.dtype)
+        if self.rank == 0:
+            model_path = Path(self.config.model_path)
+            export_hf(self.policy, tensors, folder, model_path, Path(self.config.tokenizer_path or model_path))
+
+    def _gathered(self, dtype: str) -> dict[str, Tensor]:
+        return gather(self.policy, DTYPES[dtype], keep=self.rank == 0, partitioned=self.config.zero_stage == 3)
+
+    def peak_memory(self) -> int:
+        """Highest resident memory of this process in bytes."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    @contextmanager
+    def _precision(self, exact: bool) -> Iterator[None]:
+        autocast = self.policy.autocast
+        self.policy.autocast = autocast and not exact
+        try:
+            yield
+        finally:
+            self.policy.autocast = autocast
+
+    def _forward(self, batch: PaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        scale = torch.full((len(batch.targets),), temperature, device=self.device)
+        return self.engine(temperature=scale, **to_device(batch, self.device))
+
+    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> PartSums:
+        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples])
+        logprobs, entropy = self._forward(batch, spec.temperature)
+        if not spec.entropy_coef:
+            entropy = entropy.detach()
+        rows, peaks, losses = [], [], []
+        pieces = zip(samples, logprobs.split(batch.sizes), entropy.split(batch.sizes), strict=True)
+        for sample, sample_logprobs, sample_entropy in pieces:
+            loss, row, peak = self._sample_loss(sample, sample_logprobs, sample_entropy, spec)
+            losses.append(loss)
+            rows.append(row)
+            peaks.append(peak)
+        loss = torch.stack(losses).sum()
+        self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
+        # The one wait for the device in a micro-batch.
+        *values, peak = torch.cat([torch.stack(rows).sum(0), torch.stack(peaks).max()[None]]).tolist()
+        return PartSums(
+            tokens=float(sum(sample.trained_tokens for sample in samples)),
+            sequences=float(len(samples)),
+            max_ratio=peak,
+            **dict(zip(_SUMS, values, strict=True)),
+        )
+
+    def _sample_loss(
+        self, sample: Sample, logprobs: Tensor, entropy: Tensor, spec: LossSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Partial sum of one sample's loss, its row of sums (float64, in the order of _SUMS), its largest ratio."""
+        mask = self._tensor(sample.loss_mask) > 0
+        behaviour = self._tensor(sample.logprobs)
+        outputs = policy_loss(LossInputs(logprobs, behaviour, self._tensor(sample.advantages), mask), spec)
+        losses = outputs.losses
+        kl = clamped = torch.zeros_like(entropy)
+        if spec.kl_coef:
+            kl, clamped = kl_terms(logprobs, self._tensor(sample.ref_logprobs), spec.kl_estimator)
+            losses = losses + spec.kl_coef * kl
+        if spec.entropy_coef:
+            losses = losses - spec.entropy_coef * entropy
+        loss = partial_sum(losses, mask, spec.aggregation)
+        with torch.no_grad():
+            log_ratio = (logprobs - behaviour).masked_fill(~mask, 0.0)
+            over_tokens = torch.stack([kl, entropy, outputs.clipped.float(), clamped.float(), log_ratio.abs()])
+            sums = over_tokens.masked_fill(~mask, 0.0).double().sum(1)
+            heads = torch.stack([loss, partial_sum(outputs.losses, mask, spec.aggregation)]).double()
+            return loss, torch.cat([heads, sums]), log_ratio.masked_fill(~mask, -torch.inf).max().double().exp()
+
+    def _tensor(self, values: NDArray[np.generic] | None) -> Tensor:
+        # Arrays from the wire are read-only, which torch warns about.
+        return torch.tensor(values, device=self.device)
+
+    def describe(self) -> dict[str, object]:
+        """What the coordinator tells callers."""
+        return {
+            "model": self.config.model_path,
+            "dtype": self.config.dtype,
+            "parameters": self.parameters,
+            "vocab_size": self.vocab_size,
+            "max_positions": self.max_positions,
+            "optimizer_steps": self.optimizer_steps,
+        }
