@@ -145,7 +145,7 @@ def _make_batch(
         zero_spread_groups=sum(not has_spread(group) for group in groups) - single,
         mean_reward=mean_of_valid(rewards.tolist()),
         clamped=clamped,
-        mean_kl=mean_of_valid(np.concatenate(penalties).tolist()) if penalties else math.nan,
+        mean_kl=float(np.concatenate(penalties).mean()) if penalties else math.nan,
     )
     return batch, report
 

@@ -108,7 +108,7 @@ def suffix_sums(values: Doubles, factor: float) -> Doubles:
 def suffix_recursion(values: Doubles, factors: Doubles) -> Doubles:
     """a_t = x_t + c_t * a_(t+1) along the rows of [N, L], with a factor per token."""
     # Tokens become rows, so that each step of the recursion reads and writes contiguous memory.
-    by_token, factor_by_token = np.ascontiguousarray(values.T), np.ascontiguousarray(factors.T)
+    by_token, factor_by_token = values.T.copy(order="C"), np.ascontiguousarray(factors.T)
     for token in range(len(by_token) - 2, -1, -1):
         by_token[token] += factor_by_token[token] * by_token[token + 1]
     return np.ascontiguousarray(by_token.T)
