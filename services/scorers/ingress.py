@@ -21,6 +21,9 @@ RAY_ENVIRONMENT = {
     # By default workers run at a low priority, and a replica beside a busy trainer then hardly gets to start.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The name is odd, the effect is the one wanted: a node address of 127.0.0.1 stays, so that Ray's own servers listen
+    # on loopback; otherwise Ray replaces it by an address that other machines can reach.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 _LISTEN = "0A"
 _LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

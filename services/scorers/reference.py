@@ -100,8 +100,8 @@ class ReferenceModel:
                 trust_remote_code=False,
                 use_safetensors=True,  # a .bin file is a pickle
             )
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            message = f"the model in {path} cannot be loaded: {' '.join(str(error).split())}"
+        except Exception as error:  # of many unrelated types, those of safetensors among them
+            message = f"the model in {path} cannot be loaded: {' '.join(str(error).split())[:500]}"
             raise BadInputError(message, role=_ROLE, fix="Name a folder with a causal language model") from error
         self.model = model.requires_grad_(False).eval().to(device)
         self.path = path

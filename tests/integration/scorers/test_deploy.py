@@ -1,0 +1,255 @@
+"""The scorers on a real Ray Serve, called as the orchestrator calls them."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from nightshift.wire import codec
+from nightshift.wire.trace import TraceContext
+from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from services.scorers import deploy, ingress
+from tests.fixtures.otlp_receiver import attributes_of, otlp_receiver
+
+pytestmark = pytest.mark.integration
+
+RUN = "scorers-20260101-000000-abcd"
+REWARDS = """
+import os, time
+
+def length(response):
+    print("the reward prints")
+    return {"score": len(response), "pid": os.getpid(), "parent": os.getppid()}
+
+async def match(response, ground_truth):
+    if response == "hang":
+        time.sleep(3600)
+    if response == "text":
+        return "0.7"
+    return response == ground_truth
+"""
+
+
+@pytest.fixture(scope="module")
+def receiver():
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def services(cluster, port, make_spec, receiver, tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(REWARDS)
+    spec = make_spec(
+        {"function": f"{path}:length"},
+        {"function": f"{path}:match", "name": "exact match", "timeout_s": 1.0, "workers": 1},
+        {"type": "grpc", "url": "grpc://127.0.0.1:9", "name": "elsewhere"},
+    )
+    yield deploy.deploy(spec, port, receiver.url, RUN)
+    deploy.undeploy()
+
+
+class Caller:
+    """One channel, with the context of a caller's span."""
+
+    def __init__(self, port: int) -> None:
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self.stub = scorer_pb2_grpc.ScorerServiceStub(self.channel)
+        self.trace = TraceContext.new()
+
+    async def score(self, application: str, samples, seconds: float = 30.0):
+        context = common_pb2.Context(
+            run_id=RUN, traceparent=self.trace.traceparent, policy_version=f"{RUN}/0/3", job_trace_id="1" * 32
+        )
+        data = samples if isinstance(samples, bytes) else codec.pack(samples)
+        metadata = (("application", application), ("traceparent", self.trace.traceparent))
+        request = scorer_pb2.ScoreRequest(context=context, samples=data)
+        response = await self.stub.Score(request, timeout=seconds, metadata=metadata)
+        return codec.unpack(response.results), response
+
+    async def refused(self, application: str, samples) -> grpc.aio.AioRpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.score(application, samples)
+        return caught.value
+
+
+@pytest.fixture
+async def caller(services, port):
+    caller = Caller(port)
+    yield caller
+    await caller.channel.close()
+
+
+def command_line(pid: int) -> bytes:
+    """Of a running process; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def rewards_of(*responses: str) -> list:
+    return [
+        {
+            "id": f"g.{index}",
+            "prompt": [{"role": "user", "content": "say it"}],
+            "response": response,
+            "response_ids": np.array([1, 2], np.int32),
+            "ground_truth": "yes",
+            "data_source": None,
+            "extra_info": None,
+            "finish_reason": "stop",
+        }
+        for index, response in enumerate(responses)
+    ]
+
+
+def test_the_places_are_those_of_services_json(services, port):
+    url = f"grpc://127.0.0.1:{port}"
+    assert services == {
+        "rewards": [
+            {"name": "length", "url": url, "application": "reward-length"},
+            {"name": "exact match", "url": url, "application": "reward-exact_match"},
+            {"name": "elsewhere", "url": "grpc://127.0.0.1:9", "application": "reward-elsewhere"},
+        ],
+        "reference": {"url": url, "application": "reference"},
+        "critic": None,
+    }
+
+
+def test_o48_the_port_listens_on_loopback_only(services, port):
+    assert not ingress.listens_beyond_loopback(port)
+    with socket.create_server(("0.0.0.0", 0)) as open_to_all:
+        assert ingress.listens_beyond_loopback(open_to_all.getsockname()[1])
+
+
+async def test_rewards_come_back_in_order_with_their_memory(caller):
+    results, response = await caller.score("reward-length", rewards_of("a", "bbb", ""))
+    assert [(result["id"], result["score"]) for result in results] == [("g.0", 1.0), ("g.1", 3.0), ("g.2", 0.0)]
+    assert 50e6 < response.peak_memory_bytes < 2e9
+    assert 0 < response.seconds < 30
+
+
+async def test_user_code_runs_in_a_worker_and_never_in_the_replica(caller):
+    results, _ = await caller.score("reward-length", rewards_of("a"))
+    pid, parent = (int(results[0]["parts"][key]) for key in ("pid", "parent"))
+    assert b"services.scorers.reward_worker" in command_line(pid)
+    assert b"ServeReplica" in command_line(parent)
+
+
+async def test_o35_a_hanging_sample_is_unscored_and_the_others_are_not(caller):
+    began = time.monotonic()
+    results, _ = await caller.score("reward-exact_match", rewards_of("yes", "hang", "no", "text"))
+    assert time.monotonic() - began < 1.0 + 5
+    assert [result["score"] for result in results] == [1.0, None, 0.0, None]
+    assert [result["error_type"] for result in results] == ["", "timeout", "", "type"]
+
+
+async def test_reference_log_probs_are_the_models(caller, model_folder):
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    samples = [
+        {"id": "a", "prompt_ids": np.array([1, 5, 6], np.int32), "response_ids": np.array([7, 8], np.int32)},
+        {"id": "b", "prompt_ids": np.array([9], np.int32), "response_ids": np.array([3, 3, 4], np.int32)},
+    ]
+    results, _ = await caller.score("reference", [{**sample, "temperature": 0.7} for sample in samples])
+    for sample, result in zip(samples, results, strict=True):
+        prompt, response = sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = torch.log_softmax(logits, -1)[torch.arange(len(response)), response]
+        assert result["id"] == sample["id"]
+        np.testing.assert_array_equal(result["token_ids"], sample["response_ids"])
+        np.testing.assert_allclose(result["logprobs"], expected.numpy(), atol=1e-5)
+
+
+async def test_each_call_is_a_span_below_the_callers(caller, receiver):
+    await caller.score("reward-length", rewards_of("a", "b"))
+    await caller.score("reference", [{"id": "a", "prompt_ids": [1], "response_ids": [2]}])
+    spans = {span.name: (resource, span) for resource, span in receiver.wait_for(caller.trace.trace_id, 2)}
+    assert set(spans) == {"reward.score", "reference.log_probs"}
+    for name, role, samples in [("reward.score", "reward", 2), ("reference.log_probs", "reference", 1)]:
+        resource, span = spans[name]
+        assert resource["service.name"] == f"nightshift.{role}"
+        assert span.parent_span_id.hex() == caller.trace.span_id
+        attributes = attributes_of(span)
+        assert attributes["nightshift.run_id"] == RUN
+        assert attributes["nightshift.policy_version"] == f"{RUN}/0/3"
+        assert attributes["nightshift.samples"] == samples
+
+
+async def test_describe_says_what_answers(caller, model_folder):
+    described = {}
+    for application in ("reward-length", "reference"):
+        metadata = (("application", application),)
+        described[application] = await caller.stub.Describe(scorer_pb2.DescribeRequest(), timeout=30, metadata=metadata)
+    assert described["reward-length"].role == "reward"
+    assert described["reward-length"].model.endswith("rewards.py:length")
+    reference = described["reference"]
+    assert (reference.role, reference.model, reference.dtype) == ("reference", model_folder, "float32")
+    assert reference.vocab_size == 97
+    assert len(reference.incarnation) == 32
+    assert reference.incarnation != described["reward-length"].incarnation
+
+
+async def test_an_unknown_application_is_not_found(caller):
+    assert (await caller.refused("reward-none", rewards_of("a"))).code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("application", "samples", "words"),
+    [
+        ("reward-length", b"\xc1", "[reward] cannot decode message of 1 bytes"),
+        ("reward-length", {"id": "a"}, "[reward] expected a list of samples, got dict"),
+        ("reward-length", [3], "[reward] sample 0 is a int, expected a map"),
+        ("reward-length", [{"id": "a"}], "[reward] sample 0: 'response' is NoneType, expected a text"),
+        (
+            "reference",
+            [{"id": "a", "prompt_ids": [], "response_ids": [1]}],
+            "[reference] sample a: prompt_ids is empty",
+        ),
+        (
+            "reference",
+            [{"id": "a", "prompt_ids": [1], "response_ids": [97]}],
+            "[reference] sample a: response_ids holds",
+        ),
+    ],
+)
+async def test_a_malformed_request_is_an_invalid_argument(caller, application, samples, words):
+    error = await caller.refused(application, samples)
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert words in error.details()
+    assert "\n" not in error.details()
+
+
+async def test_many_calls_at_once_are_all_answered(caller):
+    calls = [caller.score("reward-length", rewards_of("a" * n, "b")) for n in range(40)]
+    answers = await asyncio.gather(*calls)
+    assert [results[0]["score"] for results, _ in answers] == [float(n) for n in range(40)]
+
+
+async def test_a_killed_replica_is_back_for_a_later_call_and_leaves_no_worker(caller):
+    metadata = (("application", "reward-length"),)
+    before = (await caller.stub.Describe(scorer_pb2.DescribeRequest(), timeout=30, metadata=metadata)).incarnation
+    results, _ = await caller.score("reward-length", rewards_of("a"))
+    worker, replica = (int(results[0]["parts"][key]) for key in ("pid", "parent"))
+    os.kill(replica, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while True:
+        try:
+            results, _ = await caller.score("reward-length", rewards_of("abc"), seconds=10)
+            break
+        except grpc.aio.AioRpcError:
+            assert time.monotonic() < end, "the replica did not come back within 60 s"
+            await asyncio.sleep(0.5)
+    assert results[0]["score"] == 3.0
+    after = (await caller.stub.Describe(scorer_pb2.DescribeRequest(), timeout=30, metadata=metadata)).incarnation
+    assert after != before
+    assert not command_line(worker)
