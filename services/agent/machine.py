@@ -1,0 +1,87 @@
+"""What this machine offers: device, CPU cores, room for published weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nightshift.config.job import JobSpec
+from nightshift.config.resources import ResourcesConfig
+from nightshift.wire.errors import BadInputError
+from services.rollout import weights
+from services.rollout.command import Device
+
+#: Where the trainer's ranks find their cores: a JSON list of core numbers.
+TRAINER_CORES_VARIABLE = "NIGHTSHIFT_TRAINER_CORES"
+#: Published files that lie in the weight store at once: the newest two, and the one that is being written.
+_COPIES = 3
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """CPU cores of the two roles that compute; empty: no pinning."""
+
+    rollout: tuple[int, ...]
+    trainer: tuple[int, ...]
+
+
+def choose_device(wanted: str) -> Device:
+    """The device of a job: what it names, else CUDA where an NVIDIA driver is loaded, else the CPU."""
+    if wanted == "cuda" or (wanted == "auto" and Path("/dev/nvidiactl").exists()):
+        return "cuda"
+    return "cpu"
+
+
+def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[int]) -> Cores:
+    """Which cores generation and training run on. On a CPU they never share one if there are two.
+
+    Args:
+        available: cores that this process may use.
+
+    Raises:
+        BadInputError: a core was asked for that is not available.
+    """
+    cores = sorted(available)
+    wanted = {"rollout_cores": resources.rollout_cores, "trainer_cores": resources.trainer_cores}
+    for key, value in wanted.items():
+        if value is not None and (missing := sorted(set(value) - set(cores))):
+            raise BadInputError(
+                f"resources.{key} names core {missing[0]}, which this process may not use",
+                role="job",
+                fix=f"choose from {cores}",
+            )
+    if device == "cuda":
+        return Cores(tuple(resources.rollout_cores or ()), tuple(resources.trainer_cores or ()))
+    rollout = cores[:1] if resources.rollout_cores is None else resources.rollout_cores
+    trainer = (cores[1:2] or cores[:1]) if resources.trainer_cores is None else resources.trainer_cores
+    return Cores(tuple(rollout), tuple(trainer))
+
+
+def available_cores() -> list[int]:
+    """Cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def check_store_room(spec: JobSpec, folder: Path) -> None:
+    """Checks that the published weights will fit into the folder of the weight store.
+
+    Raises:
+        BadInputError: they will not.
+    """
+    shapes = weights.model_shapes(Path(spec.model.path))
+    if shapes is None:
+        return
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    need = _COPIES * parameters * (4 if spec.trainer.dtype == "float32" else 2)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise BadInputError(
+            f"the weight store {folder} has {free // _MIB} MiB free, the published weights need {need // _MIB} MiB",
+            role="trainer",
+            fix="set resources.weight_store to a folder with more room, or enlarge that file system",
+        )

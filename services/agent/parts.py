@@ -1,0 +1,119 @@
+"""The one place that names the launch modules of the other services; tests put others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from nightshift.config.job import JobSpec
+from nightshift.wire.errors import BadInputError
+from services.agent.cluster import RayCluster
+from services.agent.rollout_role import Server
+from services.rollout.command import Device
+from services.rollout.launch import VllmServer, free_port, port_is_free
+
+#: Logical CPUs of Ray beyond the trainer's ranks: its coordinator, Serve, and one to spare.
+_MORE_CPUS = 3
+
+
+class Cluster(Protocol):
+    """What is needed of :class:`services.agent.cluster.RayCluster`."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """What :func:`services.trainer.launch.start` returns."""
+
+    url: str
+
+    def alive(self) -> bool: ...
+    def stop(self) -> None: ...
+
+
+class Parts:
+    """Starts the real services."""
+
+    def port(self, role: str, wanted: int) -> int:
+        """The port of a role on loopback: the wanted one, or any free one where that is 0.
+
+        Raises:
+            BadInputError: it is taken.
+        """
+        if wanted and not port_is_free(wanted):
+            fix = f"set resources.ports.{role} to a free port, or to 0 for any free one"
+            raise BadInputError(f"port {wanted} is taken", role=role, fix=fix)
+        return wanted or free_port()
+
+    def server(
+        self,
+        spec: JobSpec,
+        *,
+        store: Path,
+        log_path: Path,
+        device: Device,
+        cores: tuple[int, ...],
+        port: int,
+        otlp: str | None,
+    ) -> Server:
+        """A vLLM server that has not been started.
+
+        Raises:
+            BadInputError: there is no model, or the port is taken.
+        """
+        server = VllmServer(spec, store=store, log_path=log_path, device=device, cores=cores, port=port, otlp=otlp)
+        server.check_port()
+        return server
+
+    def cluster(self, spec: JobSpec, run_dir: Path, environment: dict[str, str]) -> Cluster:
+        """A Ray cluster that has not been started."""
+        from services.scorers.ingress import RAY_ENVIRONMENT
+
+        return RayCluster(
+            run_dir,
+            cpus=spec.trainer.ranks + _MORE_CPUS,
+            object_store_mib=spec.resources.ray_object_store_mib,
+            environment={**RAY_ENVIRONMENT, **environment},
+        )
+
+    def deploy(self, spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str, Any]:
+        """Deploys the scorers; see :func:`services.scorers.deploy.deploy`."""
+        from services.scorers.deploy import deploy
+
+        return deploy(spec, port, otlp, run_id)
+
+    def undeploy(self) -> None:
+        """Ends the scorers and Serve."""
+        from services.scorers.deploy import undeploy
+
+        undeploy()
+
+    def scorer_states(self, applications: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """State ("ready", "restarting" or "failed") and cause of each Serve application."""
+        names = list(applications)
+        if not names:
+            return {}
+        from ray import serve
+        from ray.serve.schema import ApplicationStatus
+
+        known = serve.status().applications
+        states = {}
+        for name in names:
+            status = known.get(name)
+            if status is None or status.status in (ApplicationStatus.DELETING, ApplicationStatus.DEPLOY_FAILED):
+                states[name] = ("failed", status.message if status else "Serve does not know it any more")
+                continue
+            unwell = [d.message for d in status.deployments.values() if d.status.value != "HEALTHY"]
+            if unwell or status.status != ApplicationStatus.RUNNING:
+                states[name] = ("restarting", next(filter(None, [*unwell, status.message]), ""))
+            else:
+                states[name] = ("ready", "")
+        return states
+
+    def trainer(self, spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str) -> Trainer:
+        """Starts the trainer and waits until it answers; see :func:`services.trainer.launch.start`."""
+        from services.trainer.launch import start
+
+        return start(spec, port, store, otlp, run_id)

@@ -1,0 +1,340 @@
+"""Starts the roles of a run on this machine, watches them, and ends them with everything they made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nightshift.config.job import JobSpec
+from nightshift.config.load import read_resolved
+from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
+from nightshift.wire.events import EventLog
+from services.agent import leftovers, machine
+from services.agent.background import Background
+from services.agent.parts import Cluster, Parts, Trainer
+from services.agent.rollout_role import RolloutRole
+from services.agent.watch import RayWatch
+from services.rollout import keeper
+
+_log = logging.getLogger(__name__)
+
+_RUN_ID_VARIABLE = "NIGHTSHIFT_RUN_ID"
+_POLL_S = 0.5
+#: Longest time that each part of the end may take.
+_TRAINER_STOP_S = 20.0
+_SCORERS_STOP_S = 20.0
+_RAY_STOP_S = 15.0
+_ROLLOUT_STOP_S = 25.0
+#: What a service gets beyond its own deadline before the agent gives up on it.
+_MARGIN_S = 30.0
+
+
+class _Interrupted(BaseException):
+    """The main thread is to stop what it is at; not an Exception, so that no library swallows it."""
+
+
+class Supervisor:
+    """The agent of one run. :meth:`run` must be called from the main thread, and once."""
+
+    def __init__(self, run_dir: Path, otlp: str | None, parts: Parts | None = None) -> None:
+        """Prepares an agent for a run's folder, whose job.yaml is resolved.
+
+        Args:
+            otlp: ``http://host:port`` of the run's OTLP/gRPC receiver.
+            parts: for tests: others than the real services.
+        """
+        self._run_dir = run_dir
+        self._run_id = run_dir.name
+        self._otlp = otlp
+        self._parts = parts or Parts()
+        self._events = EventLog(run_dir / "events.jsonl", self._run_id)
+        self._wake = threading.Event()
+        self._stop_asked = False
+        self._starting = False
+        self._role = "job"  # what is being started: the role that an unexpected error is put down to
+        self._store: Path | None = None
+        self._rollout: RolloutRole | None = None
+        self._external_rollout: dict[str, Any] | None = None
+        self._cluster: Cluster | None = None
+        self._deployed: dict[str, Any] | None = None
+        self._trainer: Trainer | None = None
+        self._trainer_start: Background | None = None
+        self._watch: RayWatch | None = None
+
+    def run(self) -> int:
+        """Starts everything, watches until told to stop, ends everything. Returns the exit code of the process."""
+        began = time.monotonic()
+        before = leftovers.snapshot()
+        keeper.adopt_orphans()
+        self._install_handlers()
+        self.report("agent", "starting")
+        code = 0
+        try:
+            with self._interruptible():
+                self._start()
+            self.report("agent", "ready", seconds=time.monotonic() - began)
+            self._watch_over()
+        except _Interrupted:
+            if not self._stop_asked:  # a role failed while others were starting
+                code = self._fail(self._start_failure())
+        except SystemExit as ending:
+            if ending.code != signal.SIGTERM:  # with this, Ray's own handler answers SIGTERM while ray.init runs
+                code = self._fail(RoleError(f"a library asked for the end with {ending.code}", role=self._role))
+        except Exception as error:
+            code = self._fail(error)
+        finally:
+            self._end(before)
+        self.report("agent", "stopped")
+        self._events.close()
+        return code
+
+    def report(self, role: str, state: str, *, detail: str = "", fix: str = "", seconds: float | None = None) -> None:
+        """Writes a role event."""
+        self._events.append("role", role=role, state=state, detail=detail, fix=fix, seconds=seconds)
+
+    # Starting ---------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        spec = read_resolved(self._run_dir / "job.yaml")
+        device = machine.choose_device(spec.resources.device)
+        cores = machine.allot_cores(spec.resources, device, machine.available_cores())
+        os.environ[_RUN_ID_VARIABLE] = self._run_id
+        os.environ[machine.TRAINER_CORES_VARIABLE] = json.dumps(cores.trainer)
+        ports = spec.resources.ports
+        trainer_port = self._parts.port("trainer", ports.trainer)
+        scorers_port = self._parts.port("scorers", ports.scorers)
+        self._role = "trainer"
+        store = self._make_store(spec)
+
+        self._role = RolloutRole.NAME
+        if spec.rollout.url is None:
+            server = self._parts.server(
+                spec,
+                store=store,
+                log_path=self._run_dir / "logs" / "rollout-0.log",
+                device=device,
+                cores=cores.rollout,
+                port=ports.rollout,
+                otlp=self._otlp,
+            )
+            self._rollout = RolloutRole(server, self.report, self._outcome_is_there)
+            self._rollout.begin(time.monotonic())
+        else:
+            self._external_rollout = _external_server(spec.rollout.url)
+
+        self._role = "agent"
+        self._cluster = self._parts.cluster(spec, self._run_dir, {})
+        self._cluster.start()
+        self._install_handlers()  # Ray put its own in their place
+
+        def start_trainer() -> Trainer:
+            return self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id)
+
+        trainer = self._trainer_start = Background("the start of the trainer", start_trainer)
+        began = time.monotonic()
+        self.report("trainer", "starting")
+        trainer.start(self._outcome_is_there)
+        self._start_scorers(spec, scorers_port)
+
+        self._role = "trainer"
+        self._trainer = trainer.wait(began + spec.trainer.start_timeout_s + _MARGIN_S)
+        self.report("trainer", "ready", seconds=time.monotonic() - began)
+
+        self._role = RolloutRole.NAME
+        while self._rollout is not None and not self._rollout.tick(time.monotonic()):
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+        self._write_addresses()
+
+    def _make_store(self, spec: JobSpec) -> Path:
+        parent = Path(spec.resources.weight_store)
+        if not parent.is_dir():
+            raise BadInputError(
+                f"the folder {str(parent)!r} for the weight store does not exist",
+                role="trainer",
+                fix="set resources.weight_store to a folder in memory",
+            )
+        machine.check_store_room(spec, parent)
+        self._store = parent / f"nightshift-{self._run_id}"
+        # A folder of this run that is there already is that of an agent that was killed: its files are of no use.
+        shutil.rmtree(self._store, ignore_errors=True)
+        self._store.mkdir(mode=0o700)
+        return self._store
+
+    def _start_scorers(self, spec: JobSpec, port: int) -> None:
+        roles = ["reward", *(["reference"] if spec.needs_reference else [])]
+        self._role = "reward"
+        began = time.monotonic()
+        for role in roles:
+            self.report(role, "starting")
+        self._deployed = self._parts.deploy(spec, port, self._otlp, self._run_id)
+        for role in roles:
+            self.report(role, "ready", seconds=time.monotonic() - began)
+
+    def _applications(self) -> dict[str, str]:
+        """Serve application -> role, of those that run here."""
+        deployed = self._deployed or {}
+        spec = read_resolved(self._run_dir / "job.yaml")
+        remote = {reward.name for reward in spec.rewards if reward.type == "grpc"}
+        roles = {item["application"]: "reward" for item in deployed.get("rewards", []) if item["name"] not in remote}
+        model = spec.scorers.reference.model
+        if deployed.get("reference") and not (model and model.startswith("grpc://")):
+            roles[deployed["reference"]["application"]] = "reference"
+        return roles
+
+    # While it runs ----------------------------------------------------------------------------------------------------
+
+    def _watch_over(self) -> None:
+        applications = self._applications()
+        trainer = self._trainer
+        self._watch = RayWatch(
+            lambda: trainer is None or trainer.alive(),
+            lambda: self._parts.scorer_states(applications),
+            applications,
+            self.report,
+        )
+        self._watch.start()
+        while not self._stop_asked:
+            self._role = RolloutRole.NAME
+            if self._rollout is not None and self._rollout.tick(time.monotonic()):
+                self._write_addresses()
+            self._role = "agent"
+            self._watch.check()
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+
+    def _write_addresses(self) -> None:
+        """Replaces services.json; it holds tokens, so only this user may read it."""
+        deployed = self._deployed or {}
+        server = self._rollout.server.entry() if self._rollout else self._external_rollout
+        if server and server["weight_backend"] == "safetensors":
+            server = {**server, "init_info": {"root": str(self._store)}}
+        addresses = {
+            "rollout": [server] if server else [],
+            "rewards": deployed.get("rewards", []),
+            "reference": deployed.get("reference"),
+            "critic": deployed.get("critic"),
+            "trainer": {"url": self._trainer.url} if self._trainer else None,
+        }
+        descriptor, name = tempfile.mkstemp(prefix=".services-", dir=self._run_dir)  # mode 600
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(addresses, file, indent=1)
+        Path(name).replace(self._run_dir / "services.json")
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException | None) -> int:
+        error = error or RoleError("the start was interrupted", role=self._role)
+        if not isinstance(error, NightshiftError):
+            _log.exception("unexpected", exc_info=error)
+            text = (str(error).splitlines() or [""])[0]
+            error = RoleError(f"{type(error).__name__}: {text}", role=self._role, fix="see logs/agent.log")
+        _log.error("%s", error)
+        self.report(error.role or self._role, "failed", detail=error.message, fix=error.fix)
+        return error.exit_code
+
+    def _start_failure(self) -> BaseException | None:
+        """What went wrong in the background while the main thread starts something else."""
+        if self._rollout and self._rollout.failed:
+            self._role = RolloutRole.NAME
+            return self._rollout.failed
+        if self._trainer_start and self._trainer_start.error:
+            self._role = "trainer"
+            return self._trainer_start.error
+        return None
+
+    def _end(self, before: set[leftovers.FileId]) -> None:
+        """Ends all roles, those that depend on others first, each with a deadline; then removes what they left."""
+        self._stop_asked = True
+        self.report("agent", "stopping")
+        if self._watch:
+            self._watch.stop()
+        (self._run_dir / "services.json").unlink(missing_ok=True)
+        rollout = None
+        if self._rollout:
+            rollout = Background("the vLLM server", self._rollout.stop)
+            rollout.start()
+        steps: list[tuple[str, Callable[[], object], float]] = []
+        if self._trainer:
+            steps.append(("the trainer", self._trainer.stop, _TRAINER_STOP_S))
+        if self._deployed and self._applications():
+            steps.append(("the scorers", self._parts.undeploy, _SCORERS_STOP_S))
+        if self._cluster:
+            steps.append(("Ray", self._cluster.stop, _RAY_STOP_S))
+        for what, stop, seconds in steps:
+            step = Background(what, stop)
+            step.start()
+            self._finish(step, seconds)
+        if rollout:
+            self._finish(rollout, _ROLLOUT_STOP_S)
+        if not keeper.end_descendants(grace=2.0):
+            self._events.append("warning", role="agent", message="processes of the run could not be ended")
+        if self._store:
+            shutil.rmtree(self._store, ignore_errors=True)
+        if names := leftovers.remove(before):
+            _log.info("removed shared memory left behind: %s", ", ".join(names))
+
+    def _finish(self, step: Background, seconds: float) -> None:
+        try:
+            step.wait(time.monotonic() + seconds)
+        except Exception as error:
+            _log.warning("the end of %s: %s", step.what, error)
+
+    # Signals ----------------------------------------------------------------------------------------------------------
+
+    def _install_handlers(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._handle_stop)
+        signal.signal(signal.SIGUSR1, self._handle_outcome)
+
+    def _handle_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True
+        self._wake.set()
+        if self._starting:
+            self._starting = False
+            raise _Interrupted
+
+    def _handle_outcome(self, number: int, frame: FrameType | None) -> None:
+        self._wake.set()
+        if self._starting and self._start_failure():
+            self._starting = False
+            raise _Interrupted
+
+    def _outcome_is_there(self) -> None:
+        """From another thread: something in the background has ended; the main thread may be deep inside Ray."""
+        self._wake.set()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Within, a signal to stop raises instead of waiting for its turn."""
+        if self._stop_asked:
+            raise _Interrupted
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+
+
+def _external_server(url: str) -> dict[str, Any]:
+    """A server that somebody else runs, as ``services.json`` lists it."""
+    return {
+        "name": "rollout-0",
+        "url": url,
+        "token": os.environ.get("NIGHTSHIFT_ROLLOUT_TOKEN", ""),
+        "incarnation": "external",
+        "weight_backend": "safetensors",
+        "pid": 0,
+    }
