@@ -78,7 +78,9 @@ class Sample:
                 raise WireError(f"sample {self.sample_id}: {name} is {type(getattr(self, name)).__name__}, not text")
         if self.finish_reason not in (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT):
             raise WireError(f"sample {self.sample_id}: unknown finish reason {self.finish_reason!r}")
-        if self.reward is not None and (isinstance(self.reward, bool) or not isinstance(self.reward, int | float | np.number)):
+        if self.reward is not None and (
+            isinstance(self.reward, bool) or not isinstance(self.reward, int | float | np.number)
+        ):
             raise WireError(f"sample {self.sample_id}: reward is {type(self.reward).__name__}, not a number")
         for name, kind in _ARRAYS.items():
             value = getattr(self, name)
