@@ -76,7 +76,7 @@ class RayCluster:
             raise RoleError(
                 f"Ray did not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 role="agent",
-                fix=f"see {self._logs}",
+                fix=f"See {self._logs}",
             ) from error
 
     def stop(self) -> None:

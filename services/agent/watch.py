@@ -61,7 +61,7 @@ class RayWatch:
             raise self._failure
         if self._clock() - self._answered > _SILENCE_S:
             raise RoleError(
-                f"Ray has not answered for {_SILENCE_S:g} s", role="agent", fix="see logs/ray in the run's folder"
+                f"Ray has not answered for {_SILENCE_S:g} s", role="agent", fix="See logs/ray in the run's folder"
             )
 
     def ask(self) -> None:
@@ -78,12 +78,12 @@ class RayWatch:
                 self._failure = RoleError(
                     f"Ray does not tell the state of trainer and scorers: {type(error).__name__}: {cause}",
                     role="agent",
-                    fix="see logs/ray in the run's folder",
+                    fix="See logs/ray in the run's folder",
                 )
             return
         self._answered, self._errors_since = self._clock(), None
         if not alive:
-            self._failure = RoleError("the trainer ended", role="trainer", fix="see logs/ray in the run's folder")
+            self._failure = RoleError("the trainer ended", role="trainer", fix="See logs/ray in the run's folder")
         for application, (state, cause) in states.items():
             self._note(application, state, cause)
 
@@ -94,7 +94,7 @@ class RayWatch:
         role = self._roles[application]
         if state == "failed":
             self._failure = RoleError(
-                f"{application} is gone from Serve: {cause}", role=role, fix="see logs/ray in the run's folder"
+                f"{application} is gone from Serve: {cause}", role=role, fix="See logs/ray in the run's folder"
             )
         else:
             self._report(role, state, detail=(cause.splitlines() or [""])[0][:300])

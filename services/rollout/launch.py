@@ -41,7 +41,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(_PORT_RANGE, 200):
         if port_is_free(port):
             return port
-    raise RoleError("no free port between 20000 and 32000 on 127.0.0.1", role="rollout", fix="free some ports")
+    raise RoleError("no free port between 20000 and 32000 on 127.0.0.1", role="rollout", fix="Free some ports")
 
 
 def port_is_free(port: int) -> bool:
@@ -67,7 +67,7 @@ def max_positions(model: Path) -> int | None:
         raise BadInputError(
             f"model folder {str(model)!r} has no readable config.json ({error})",
             role="rollout",
-            fix="set model.path to a model in HF format",
+            fix="Set model.path to a model in HF format",
         ) from error
     value = config.get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else None
@@ -151,7 +151,7 @@ class VllmServer:
             raise BadInputError(
                 f"port {self._wanted_port} is taken",
                 role="rollout",
-                fix="set resources.ports.rollout to a free port, or to 0 for any free one",
+                fix="Set resources.ports.rollout to a free port, or to 0 for any free one",
             )
 
     def spawn(self) -> None:
@@ -272,7 +272,7 @@ class VllmServer:
             raise RoleError(
                 f"vLLM server {self.name} has no route /inference/v1/generate",
                 role="rollout",
-                fix="install the vLLM version of the lock file",
+                fix="Install the vLLM version of the lock file",
             )
         try:
             choice = answer.json()["choices"][0]
@@ -283,7 +283,7 @@ class VllmServer:
             raise RoleError(
                 f"vLLM server {self.name} answered its first request with {answer.status_code}: {answer.text[:300]}",
                 role="rollout",
-                fix=f"see {self._log_path}",
+                fix=f"See {self._log_path}",
             )
 
     def _late(self) -> RoleTimeoutError:
@@ -291,7 +291,7 @@ class VllmServer:
         return RoleTimeoutError(
             f"vLLM server {self.name} was not ready within {seconds:g} s",
             role="rollout",
-            fix=f"raise rollout.start_timeout_s, or see {self._log_path}",
+            fix=f"Raise rollout.start_timeout_s, or see {self._log_path}",
         )
 
     def _log(self) -> str:

@@ -15,7 +15,7 @@ ECHO = (
         ("ERROR: [Errno 98] error while attempting to bind on address", 1, "port 8000 is taken", "resources.ports"),
         ("OSError: [Errno 98] Address already in use", 1, "port 8000 is taken", "resources.ports"),
         ("api_server.py: error: unrecognized arguments: --no-such", 2, "--no-such", "extra_args"),
-        ("ModuleNotFoundError: No module named 'vllm'", 1, "module vllm is missing", "install"),
+        ("ModuleNotFoundError: No module named 'vllm'", 1, "module vllm is missing", "Install"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", 1, "out of memory", "kv_cache_gib"),
         (
             "ValueError: Available memory on node 0 (1.0/2.0 GiB) on startup is less than needed",
