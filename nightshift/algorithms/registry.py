@@ -54,13 +54,22 @@ REGISTRY: dict[str, Estimator] = {
 }
 
 
-def check_estimator(name: str) -> None:
+def check_estimator(name: str, *, has_critic: bool = True) -> None:
     """Checks the name of an estimator; runs no code of the user's.
 
+    Args:
+        has_critic: whether the job has one; False also refuses the estimators that need its values.
+
     Raises:
-        BadInputError: neither registered nor a function that takes (batch, config).
+        BadInputError: neither registered nor a function that takes (batch, config), or it lacks its critic.
     """
     if name in REGISTRY:
+        if REGISTRY[name].needs_values and not has_critic:
+            raise BadInputError(
+                f"algorithm.estimator {name!r} needs the values of a critic, and the job has none",
+                role="job",
+                fix="Choose an estimator without a critic (grpo, rloo, reinforce_plus_plus), or give scorers.critic",
+            )
         return
     if not is_custom(name):
         near = difflib.get_close_matches(name, REGISTRY, n=1)

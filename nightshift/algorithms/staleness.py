@@ -8,7 +8,7 @@ last update that may use it is ``t + eta``: its deadline.
 Two rules together keep the bound without throwing anything away:
 
 * Admission counts groups: one more may start while ``accepted + running < finished + (eta + 1) * batch``, where
-  ``finished`` sums the batches of the finished updates and ``accepted`` leaves out dropped and filtered groups. Then at
+  ``finished`` sums the batches of the updates whose weights the servers hold and ``accepted`` leaves out dropped and filtered groups. Then at
   most ``(v + eta + 1) * batch`` groups were started at version v or before, just as many as updates 0 .. v + eta use.
 * Hold-back looks at what an update would leave behind. Admission alone would do if groups were used in the order in
   which they started; since a fast group may overtake a slow one, an update may go ahead only if all groups that it
@@ -86,7 +86,8 @@ def headroom(
     Args:
         accepted: groups that were trained or are ready to be; dropped, filtered and failed ones are left out.
         running: groups that are being generated or scored.
-        finished: sum of the batch sizes of the finished updates.
+        finished: sum of the batch sizes of the updates whose weights are on the servers. While a push is under way a
+            new group still starts on the old version, and counting that update would admit one batch too many.
         batch_size: groups of the next update.
         max_staleness: eta; None for unbounded, which needs ``max_in_flight`` or ``steps_left``.
         max_in_flight: cap on ``running``; None for none.

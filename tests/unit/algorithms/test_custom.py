@@ -115,6 +115,13 @@ def test_an_unknown_name_is_refused(name: str, words: str) -> None:
     assert "algorithm.estimator" in str(caught.value)
 
 
+def test_an_estimator_without_its_critic_is_refused() -> None:
+    check_estimator("gae")
+    check_estimator("grpo", has_critic=False)
+    with pytest.raises(BadInputError, match="critic"):
+        check_estimator("gae", has_critic=False)
+
+
 def test_a_missing_function_is_refused_with_the_nearest(tmp_path: Path) -> None:
     path = _write(tmp_path, "def mine(batch, config):\n    return []\n")
     with pytest.raises(BadInputError, match="mine"):
