@@ -6,6 +6,7 @@ mask nor position ids are needed, and the values equal those of an unpadded sequ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +24,8 @@ Longs = NDArray[np.int64]
 class PaddedBatch:
     """B sequences padded to length L, and where their N response tokens are predicted.
 
-    Logits are wanted only at the columns ``keep`` (K of them), from the first to the last that predicts a response token.
+    Logits are wanted only at the columns ``keep`` (K of them), from the first one that predicts a response token
+    to the last one.
     """
 
     input_ids: Longs  # [B, L]
@@ -77,7 +79,7 @@ def shard(items: Sequence[T], rank: int, world: int) -> list[T]:
 
 def micro_batch_count(items: int, world: int, size: int) -> int:
     """Micro-batches that every rank makes: as many as the rank with the most items needs."""
-    return -(-(-(-items // world)) // size)
+    return math.ceil(math.ceil(items / world) / size)
 
 
 def micro_batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

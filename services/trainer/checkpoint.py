@@ -35,13 +35,21 @@ TOKENIZER_FILES = (
 
 
 def save_engine(engine: Any, folder: Path, rank: int, client_state: dict[str, Any]) -> None:
-    """Writes one rank's part of a resume state; every rank calls this with the same folder."""
-    if not engine.save_checkpoint(str(folder), tag=ENGINE, client_state=client_state, save_latest=False):
-        raise RoleError(f"DeepSpeed did not write the resume state to {folder}", role="trainer")
+    """Writes one rank's part of a resume state; every rank calls this with the same folder.
+
+    Raises:
+        RoleError: the folder cannot be written.
+    """
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    save_file(state, folder / f"rng_{rank}.safetensors")
+    try:
+        written = engine.save_checkpoint(str(folder), tag=ENGINE, client_state=client_state, save_latest=False)
+        save_file(state, folder / f"rng_{rank}.safetensors")
+    except Exception as error:  # torch and safetensors raise their own types when a disk is full
+        raise _cannot_write(folder, error) from error
+    if not written:
+        raise RoleError(f"DeepSpeed did not write the resume state to {folder}", role="trainer")
 
 
 def load_engine(engine: Any, folder: Path, rank: int) -> dict[str, Any]:
@@ -72,6 +80,9 @@ def export_hf(policy: Policy, tensors: dict[str, Tensor], folder: Path, model_pa
         folder: where to; made here.
         model_path: folder the model was loaded from.
         tokenizer: folder with the tokenizer's files.
+
+    Raises:
+        RoleError: the folder cannot be written.
     """
     model = policy.model
     dtypes = {tensor.dtype for tensor in tensors.values()}
@@ -79,12 +90,20 @@ def export_hf(policy: Policy, tensors: dict[str, Tensor], folder: Path, model_pa
     model.config.dtype = dtypes.pop() if len(dtypes) == 1 else before
     try:
         model.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
+        copies = [(tokenizer, name) for name in TOKENIZER_FILES] + [(model_path, "generation_config.json")]
+        for source, name in copies:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        templates = tokenizer / "additional_chat_templates"
+        if templates.is_dir():
+            shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+    except Exception as error:
+        raise _cannot_write(folder, error) from error
     finally:
         model.config.dtype = before
-    copies = [(tokenizer, name) for name in TOKENIZER_FILES] + [(model_path, "generation_config.json")]
-    for source, name in copies:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    templates = tokenizer / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+
+
+def _cannot_write(folder: Path, error: Exception) -> RoleError:
+    return RoleError(
+        f"cannot write {folder}: {error}", role="trainer", fix="Free space there, or lower checkpoint.keep"
+    )

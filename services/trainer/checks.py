@@ -46,7 +46,7 @@ def check_loss_spec(spec: LossSpec) -> None:
         raise _bad(f"unknown loss option {unknown[0]!r}", f"Known are {', '.join(sorted(_OPTIONS))}")
     if POLICY_LOSS_NAMES[spec.policy_loss] and _IMPORTANCE & set(spec.options):
         raise _bad(
-            f"importance weights with the policy loss {spec.policy_loss!r}, whose ratio already corrects for the sampler",
+            f"importance weights with the policy loss {spec.policy_loss!r}, which corrects for the sampler already",
             "Use policy_loss ppo_clip_proximal",
         )
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from nightshift.wire.errors import RoleError
 from services.trainer.config import RankConfig
 
-
 #: Elements that are reduced or gathered in one collective.
 _BUCKET_ELEMENTS = 25_000_000
 

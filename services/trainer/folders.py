@@ -42,11 +42,11 @@ def commit(partial: Path, target: Path, manifest: dict[str, Any] | None = None) 
     size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     if target.exists():
         old = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
-        os.replace(target, old)
-        os.replace(partial, target)
+        target.replace(old)
+        partial.replace(target)
         shutil.rmtree(old)
     else:
-        os.replace(partial, target)
+        partial.replace(target)
     _sync(target.parent)
     return size
 

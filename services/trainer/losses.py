@@ -1,8 +1,8 @@
 """Policy losses: pure functions of one sample that return one loss per token.
 
 The functions know nothing of batches: what happens to the token losses is in :mod:`services.trainer.aggregate`.
-``mu`` is the behaviour policy that sampled the tokens, ``prox`` the policy as it was before this optimiser step. Since a
-batch gets one step, ``prox`` is the current policy without its gradient unless it is given.
+``mu`` is the behaviour policy that sampled the tokens, ``prox`` the policy as it was before this optimiser step. Since
+a batch gets one step, ``prox`` is the current policy without its gradient unless it is given.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _clip(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> LossOutputs:
-    """max(-r A, -clip(r) A) of Schulman et al. 2017, eq. 7; with ``dual_clip`` c, min(that, -c A) where A < 0 (Ye et al.
-    2020, eq. 5); a wider upper bound is DAPO's clip-higher (Yu et al. 2025, eq. 10)."""
+    """max(-r A, -clip(r) A) of Schulman et al. 2017, eq. 7.
+
+    With ``dual_clip`` c, min(that, -c A) where A < 0 (Ye et al. 2020, eq. 5); a wider upper bound is DAPO's
+    clip-higher (Yu et al. 2025, eq. 10).
+    """
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high) * advantages
     losses = torch.maximum(plain, clipped)

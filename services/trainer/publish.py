@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
         digest = blake3(max_threads=1).update_mmap(partial).hexdigest()
         changed = _changed_fraction(tensors, store / f"{numbers[-1]}.safetensors") if numbers else 1.0
         size = partial.stat().st_size
-        os.replace(partial, path)
+        partial.replace(path)
     except Exception as error:
         partial.unlink(missing_ok=True)
         raise RoleError(

@@ -257,4 +257,5 @@ class TrainerRank:
             "vocab_size": self.vocab_size,
             "max_positions": self.max_positions,
             "optimizer_steps": self.optimizer_steps,
+            "zero_stage": self.config.zero_stage,
         }
