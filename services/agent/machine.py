@@ -77,7 +77,7 @@ def check_store_room(spec: JobSpec, folder: Path) -> None:
     if shapes is None:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    need = _COPIES * parameters * (4 if spec.trainer.dtype == "float32" else 2)
+    need = _COPIES * parameters * (4 if spec.rollout.dtype == "float32" else 2)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise BadInputError(

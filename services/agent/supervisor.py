@@ -37,7 +37,7 @@ _SCORERS_STOP_S = 20.0
 _RAY_STOP_S = 15.0
 _ROLLOUT_STOP_S = 25.0
 #: What a service gets beyond its own deadline before the agent gives up on it.
-_MARGIN_S = 30.0
+_MARGIN_S = 90.0
 
 
 class _Interrupted(BaseException):
@@ -199,7 +199,7 @@ class Supervisor:
         applications = self._applications()
         trainer = self._trainer
         self._watch = RayWatch(
-            lambda: trainer is None or trainer.alive(),
+            lambda: trainer.failure() if trainer else "",
             lambda: self._parts.scorer_states(applications),
             applications,
             self.report,

@@ -20,7 +20,7 @@ class RayWatch:
 
     def __init__(
         self,
-        trainer_alive: Callable[[], bool],
+        trainer_failure: Callable[[], str],
         scorer_states: Callable[[], States],
         roles: dict[str, str],
         report: Report,
@@ -29,10 +29,11 @@ class RayWatch:
         """Prepares a watch.
 
         Args:
+            trainer_failure: why the trainer cannot go on; empty where it can.
             scorer_states: Serve application -> state and cause.
             roles: Serve application -> role.
         """
-        self._trainer_alive = trainer_alive
+        self._trainer_failure = trainer_failure
         self._scorer_states = scorer_states
         self._roles = roles
         self._report = report
@@ -67,23 +68,24 @@ class RayWatch:
     def ask(self) -> None:
         """One round of questions."""
         try:
-            alive = self._trainer_alive()
+            cause = self._trainer_failure()
             states = self._scorer_states()
         except Exception as error:  # Ray and Serve raise many types while one of their parts is being replaced
             now = self._clock()
             self._answered = now
             since = self._errors_since = self._errors_since if self._errors_since is not None else now
             if now - since > _ERRORS_S:
-                cause = (str(error).splitlines() or [""])[0]
+                text = (str(error).splitlines() or [""])[0]
                 self._failure = RoleError(
-                    f"Ray does not tell the state of trainer and scorers: {type(error).__name__}: {cause}",
+                    f"Ray does not tell the state of trainer and scorers: {type(error).__name__}: {text}",
                     role="agent",
                     fix="See logs/ray in the run's folder",
                 )
             return
         self._answered, self._errors_since = self._clock(), None
-        if not alive:
-            self._failure = RoleError("the trainer ended", role="trainer", fix="See logs/ray in the run's folder")
+        if cause:
+            text = cause.removeprefix("[trainer] ")
+            self._failure = RoleError(text, role="trainer", fix="See logs/ray in the run's folder")
         for application, (state, cause) in states.items():
             self._note(application, state, cause)
 

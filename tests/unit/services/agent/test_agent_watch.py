@@ -9,16 +9,16 @@ from services.agent.watch import RayWatch
 class Scene:
     def __init__(self):
         self.now = 0.0
-        self.alive = True
+        self.cause = ""
         self.states = {"reward-a": ("ready", ""), "reference": ("ready", "")}
         self.events = []
         roles = {"reward-a": "reward", "reference": "reference"}
         self.watch = RayWatch(self.trainer, lambda: self.states, roles, self.report, clock=lambda: self.now)
 
     def trainer(self):
-        if isinstance(self.alive, Exception):
-            raise self.alive
-        return self.alive
+        if isinstance(self.cause, Exception):
+            raise self.cause
+        return self.cause
 
     def report(self, role, state, **fields):
         self.events.append((role, state, fields.get("detail")))
@@ -46,9 +46,9 @@ def test_a_replaced_replica_is_reported_once_each_way(scene):
 
 
 def test_a_dead_trainer_fails_with_its_role(scene):
-    scene.alive = False
+    scene.cause = "[trainer] rank 0 died"
     scene.watch.ask()
-    with pytest.raises(RoleError, match=r"\[trainer\]"):
+    with pytest.raises(RoleError, match=r"^\[trainer\] rank 0 died"):
         scene.watch.check()
 
 
@@ -60,7 +60,7 @@ def test_a_lost_application_fails_with_its_role(scene):
 
 
 def test_errors_of_ray_are_borne_for_a_while(scene):
-    scene.alive = ConnectionError("controller away")
+    scene.cause = ConnectionError("controller away")
     for now in (0.0, 10.0, 20.0):
         scene.now = now
         scene.watch.ask()
@@ -74,7 +74,7 @@ def test_errors_of_ray_are_borne_for_a_while(scene):
 def test_an_answer_between_errors_starts_the_count_anew(scene):
     for now in range(0, 100, 10):
         scene.now = float(now)
-        scene.alive = ConnectionError() if now % 20 else True
+        scene.cause = ConnectionError() if now % 20 else ""
         scene.watch.ask()
         scene.watch.check()
 

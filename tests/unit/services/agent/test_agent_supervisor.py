@@ -1,0 +1,221 @@
+"""The agent as a whole, with fake parts: start, failures, restarts, the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nightshift.wire.events import read_events
+from services.rollout.keeper import descendants
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT = Path(__file__).with_name("fake_agent.py")
+SECONDS = 20.0
+
+
+class Agent:
+    def __init__(self, folder, scenario):
+        self.run_dir = folder / "run-1"
+        self.run_dir.mkdir()
+        self.store = folder / "shm" / "nightshift-run-1"
+        self.store.parent.mkdir()
+        job = {
+            "name": "t",
+            "model": {"path": "/no/model"},
+            "data": {"train_files": ["a"]},
+            "rewards": [{"function": "r.py:f"}],
+            "resources": {"weight_store": str(self.store.parent)},
+        }
+        if scenario != "no job":
+            (self.run_dir / "job.yaml").write_text(yaml.safe_dump(job))
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(self.run_dir), scenario],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def events(self, role=None):
+        found = [e for e in read_events(self.run_dir / "events.jsonl") if e["kind"] == "role"]
+        return [(e["role"], e["state"]) for e in found if role in (None, e["role"])]
+
+    def failure(self):
+        found = read_events(self.run_dir / "events.jsonl")
+        return next((e["role"], e["detail"], e["fix"]) for e in found if e.get("state") == "failed")
+
+    def until(self, ready, what):
+        deadline = time.monotonic() + SECONDS
+        while not (value := ready()):
+            assert time.monotonic() < deadline, f"waited for {what}; events: {self.events()}"
+            assert self.process.poll() is None, f"ended while waiting for {what}: {self.process.stderr.read()}"
+            time.sleep(0.02)
+        return value
+
+    def until_event(self, role, state):
+        self.until(lambda: (role, state) in self.events(), f"{role} {state}")
+
+    @property
+    def services(self):
+        return json.loads((self.run_dir / "services.json").read_text())
+
+    def wait(self):
+        return self.process.wait(SECONDS)
+
+    def nothing_left(self, pids):
+        assert not self.store.exists()
+        assert not (self.run_dir / "services.json").exists()
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.fixture
+def agent(tmp_path):
+    started = []
+
+    def start(scenario=""):
+        started.append(Agent(tmp_path, scenario))
+        return started[-1]
+
+    yield start
+    for one in started:
+        pids = descendants(one.process.pid)
+        one.process.kill()
+        one.process.wait()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL) if Path(f"/proc/{pid}").exists() else None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_starts_all_roles_writes_their_addresses_and_ends_in_order(agent, number):
+    run = agent()
+    run.until_event("agent", "ready")
+    assert oct((run.run_dir / "services.json").stat().st_mode)[-3:] == "600"
+    services = run.services
+    assert services["rollout"][0]["init_info"] == {"root": str(run.store)}
+    assert services["rewards"][0]["application"] == "reward-f"
+    assert services["trainer"] == {"url": "grpc://trainer"}
+    assert services["reference"] is services["critic"] is None
+    assert oct(run.store.stat().st_mode)[-3:] == "700"
+    pids = descendants(run.process.pid)
+    assert len(pids) == 2
+    run.process.send_signal(number)
+    assert run.wait() == 0
+    assert run.nothing_left(pids)
+    order = (run.run_dir / "order").read_text().split("\n")
+    assert order == ["store exists: True", "ray started", "trainer stopped", "scorers stopped", "ray stopped", ""]
+    for role in ("rollout", "reward", "trainer"):
+        assert run.events(role) == [(role, "starting"), (role, "ready")]
+    assert run.events("agent") == [("agent", state) for state in ("starting", "ready", "stopping", "stopped")]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "role", "detail"),
+    [
+        ("no job", 2, "job", "cannot read"),
+        ("port taken", 2, "scorers", "port 1 is taken"),
+        ("bad reward", 2, "reward", "reward.py has no function 'f'"),
+        ("trainer fails", 1, "trainer", "out of memory"),
+        ("rollout fails", 1, "rollout", "ValueError: no such head size"),
+        ("bug", 1, "trainer", "KeyError: 'odd'"),
+    ],
+)
+def test_a_failed_start_names_the_role_and_leaves_nothing(agent, scenario, code, role, detail):
+    run = agent(scenario)
+    assert run.wait() == code
+    found = run.failure()
+    assert found[0] == role
+    assert detail in found[1]
+    assert run.nothing_left([])
+
+
+@pytest.mark.parametrize("scenario", ["slow ray", "stuck deploy", "rollout never ready"])
+def test_a_signal_during_the_start_ends_it_at_once(agent, scenario):
+    run = agent(scenario)
+    role = {"slow ray": "rollout", "stuck deploy": "reward", "rollout never ready": "trainer"}[scenario]
+    run.until_event(role, "starting")
+    time.sleep(0.3)
+    pids = descendants(run.process.pid)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert "failed" not in [state for _, state in run.events()]
+    assert run.nothing_left(pids)
+
+
+def test_a_dead_server_is_started_again_under_a_new_incarnation(agent):
+    run = agent()
+    run.until_event("agent", "ready")
+    os.kill(run.services["rollout"][0]["pid"], signal.SIGKILL)
+    run.until_event("rollout", "restarting")
+    run.until(lambda: run.services["rollout"][0]["incarnation"] == "2", "a second incarnation")
+    assert run.events("rollout")[1:] == [("rollout", s) for s in ("ready", "restarting", "ready")]
+
+
+def test_a_server_that_keeps_dying_fails_the_run(agent):
+    run = agent()
+    run.until_event("agent", "ready")
+    for incarnation in "123":
+        run.until(lambda n=incarnation: run.services["rollout"][0]["incarnation"] == n, f"incarnation {incarnation}")
+        os.kill(run.services["rollout"][0]["pid"], signal.SIGKILL)
+    assert run.wait() == 1
+    assert run.failure()[:2] == (
+        "rollout",
+        "the vLLM server ended 3 times within 60 s of its start, last so: ended by signal 9",
+    )
+    assert run.nothing_left([])
+
+
+def test_a_dead_trainer_fails_the_run(agent):
+    run = agent()
+    run.until_event("agent", "ready")
+    trainer = set(descendants(run.process.pid)) - {run.services["rollout"][0]["pid"]}
+    os.kill(trainer.pop(), signal.SIGKILL)
+    assert run.wait() == 1
+    assert run.failure()[:2] == ("trainer", "rank 0 died")
+    assert run.nothing_left([])
+
+
+def test_a_replaced_scorer_is_told_and_a_lost_one_fails_the_run(agent):
+    run = agent()
+    run.until_event("agent", "ready")
+    (run.run_dir / "scorer_state").write_text('["restarting", "replica died"]')
+    run.until_event("reward", "restarting")
+    (run.run_dir / "scorer_state").write_text('["failed", "gone"]')
+    assert run.wait() == 1
+    assert run.failure()[:2] == ("reward", "reward-f is gone from Serve: gone")
+
+
+def test_a_part_that_cannot_be_ended_does_not_keep_the_rest_alive(agent):
+    run = agent("bug at the end")
+    run.until_event("agent", "ready")
+    pids = descendants(run.process.pid)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert run.nothing_left(pids)
+
+
+def test_the_agent_ends_when_its_parent_is_killed(agent, tmp_path):
+    run = agent("")
+    run.until_event("agent", "ready")
+    run.process.send_signal(signal.SIGTERM)
+    run.wait()
+    code = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); time.sleep(600)"
+    (run.run_dir / "events.jsonl").unlink()
+    command = [sys.executable, "-c", code, sys.executable, str(SCRIPT), str(run.run_dir), ""]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    child = int(parent.stdout.readline())
+    deadline = time.monotonic() + SECONDS
+    while ("agent", "ready") not in run.events():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [child, *descendants(child)]
+    parent.kill()
+    parent.wait()
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert not run.store.exists()
