@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nightshift.data import Tokenizer
 from tests.fixtures.rows import ROWS_D, write_parquet
 from tests.fixtures.tokenizer_k import write_folder
+
+# A deadline per example would make every property test a timed test.
+settings.register_profile("nightshift", deadline=None)
+settings.load_profile("nightshift")
 
 
 @pytest.fixture

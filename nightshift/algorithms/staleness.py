@@ -8,8 +8,9 @@ last update that may use it is ``t + eta``: its deadline.
 Two rules together keep the bound without throwing anything away:
 
 * Admission counts groups: one more may start while ``accepted + running < finished + (eta + 1) * batch``, where
-  ``finished`` sums the batches of the updates whose weights the servers hold and ``accepted`` leaves out dropped and filtered groups. Then at
-  most ``(v + eta + 1) * batch`` groups were started at version v or before, just as many as updates 0 .. v + eta use.
+  ``finished`` sums the batches of the updates whose weights the servers hold, and ``accepted`` leaves out dropped and
+  filtered groups. Then at most ``(v + eta + 1) * batch`` groups were started at version v or before, just as many as
+  updates 0 .. v + eta use.
 * Hold-back looks at what an update would leave behind. Admission alone would do if groups were used in the order in
   which they started; since a fast group may overtake a slow one, an update may go ahead only if all groups that it
   leaves behind, ready or running, can still be used in time, ``batch`` of them per update, earliest deadline first.

@@ -60,6 +60,12 @@ def test_o30_one_bos_whether_the_template_or_the_tokenizer_writes_it(tmp_path: P
     assert raw.encode_prompt("<bos>1+1", apply_chat_template=False).tolist().count(BOS) == 1
 
 
+def test_o30_a_template_without_bos_gets_none(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path / "k", template="{{ messages[0].content }}"))
+    assert BOS in tokenizer.encode("1+1")
+    assert BOS not in tokenizer.encode_prompt(_MESSAGES)
+
+
 def test_o30_a_tokenizer_that_closes_texts_does_not_close_a_prompt(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path / "k", adds_eos=True))
     assert EOS in tokenizer.encode("a")
@@ -137,6 +143,7 @@ def test_qwen_gives_a_conversation_without_system_turn_its_own(tokenizer_folder:
     ("source", "text"),
     [
         ("{% for m in messages %}\n    {{ m.role }}\n{% endfor %}\n", "    user\n"),  # trim_blocks, lstrip_blocks
+        ("{% for m in messages %}\n  {% if m.role %}\nx\n  {% endif %}\n{% endfor %}", "x\n"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "1+1"}]'),
         ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
