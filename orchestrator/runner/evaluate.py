@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -11,10 +10,11 @@ import numpy as np
 from nightshift.config import JobSpec
 from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.experience import Sample
-from orchestrator.runner.engine import GenerateRequest
+from orchestrator.runner.engine import EngineRefusedError, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import combine_rewards, reward_inputs
 from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
 
 
@@ -54,38 +54,39 @@ class Evaluator:
         began = time.monotonic()
         span = self._tracing.job_span("evaluate", step=step, policy_version=version)
         with self._tracing.within(span) as traceparent:
-            samples = await asyncio.gather(
-                *(self._one(at, prompt, step, traceparent) for at, prompt in enumerate(self._prompts))
+            answers = await together(
+                self._one(at, prompt, step, traceparent) for at, prompt in enumerate(self._prompts)
             )
-            inputs = [
-                item
-                for prompt, sample in zip(self._prompts, samples, strict=True)
-                for item in reward_inputs(prompt, [sample])
-            ]
-            scored = await asyncio.gather(*(client.score(inputs, traceparent) for _, _, client in self._rewards))
+            drawn = [(prompt, answer) for prompt, answer in zip(self._prompts, answers, strict=True) if answer]
+            samples = [answer for _, answer in drawn]
+            inputs = [item for prompt, sample in drawn for item in reward_inputs(prompt, [sample])]
+            scored = await together(client.score(inputs, traceparent) for _, _, client in self._rewards if inputs)
         names, weights = [name for name, _, _ in self._rewards], [weight for _, weight, _ in self._rewards]
         for at, sample in enumerate(samples):
             combine_rewards(sample, names, weights, [reward.results[at] for reward in scored])
         scores = [sample.reward for sample in samples if sample.reward is not None]
+        lengths = [len(sample.response_ids) for sample in samples]
         return {
             "eval/score": float(np.mean(scores)) if scores else float("nan"),
             "eval/scored": float(len(scores)),
-            "eval/prompts": float(len(samples)),
-            "eval/response_length": float(np.mean([len(sample.response_ids) for sample in samples])),
+            "eval/prompts": float(len(self._prompts)),
+            "eval/response_length": float(np.mean(lengths)) if lengths else float("nan"),
             "eval/seconds": time.monotonic() - began,
         }
 
-    async def _one(self, at: int, prompt: Prompt, step: int, traceparent: str) -> Sample:
-        answer = await self._fleet.generate(
-            GenerateRequest(
-                request_id=f"{self._run_id}.eval{step}.{at}",
-                prompt_ids=prompt.prompt_ids,
-                max_tokens=self._spec.rollout.max_response_length,
-                temperature=0.0,
-                stop_token_ids=self._stop_ids,
-                traceparent=traceparent,
-            )
+    async def _one(self, at: int, prompt: Prompt, step: int, traceparent: str) -> Sample | None:
+        request = GenerateRequest(
+            request_id=f"{self._run_id}.eval{step}.{at}",
+            prompt_ids=prompt.prompt_ids,
+            max_tokens=self._spec.rollout.max_response_length,
+            temperature=0.0,
+            stop_token_ids=self._stop_ids,
+            traceparent=traceparent,
         )
+        try:
+            answer = await self._fleet.generate(request)
+        except (InvalidAnswerError, EngineRefusedError):
+            return None  # counted: eval/scored stays below eval/prompts
         return Sample(
             sample_id=f"eval.{at}",
             group_id=f"eval.{at}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from orchestrator.runner.engine import EngineRefusedError, Generated, GenerateRe
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.intervals import Interval
 from orchestrator.runner.scorer import ScorerClient, require_ids
+from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
 
 
@@ -122,13 +122,13 @@ class GroupRunner:
         scored = [self._reward(group)]
         if self._reference is not None:
             scored.append(self._ref(group))
-        await asyncio.gather(*scored)
+        await together(scored)
 
     async def _generate(self, group: Group) -> None:
         began = time.time()
         rollout = self._tracing.child("rollout", group.span, role="rollout", group_id=group.group_id)
         with self._tracing.within(rollout):
-            drawn = await asyncio.gather(*(self._draw(group, rollout, slot) for slot in range(self._spec.rollout.n)))
+            drawn = await together(self._draw(group, rollout, slot) for slot in range(self._spec.rollout.n))
         group.samples = [sample for sample in drawn if sample is not None]
         group.intervals["rollout"] = (began, time.time())
 
@@ -149,7 +149,12 @@ class GroupRunner:
                 traceparent=traceparent,
             )
             try:
-                answer = await self._fleet.generate(request)
+                answer = await self._fleet.generate(
+                    request,
+                    lambda attempt: self._tracing.within(
+                        self._tracing.child("retry", span, role="rollout", sample_id=sample_id, attempt=attempt)
+                    ),
+                )
             except (InvalidAnswerError, EngineRefusedError) as error:
                 group.failures.append(error.message)
                 return None
@@ -180,9 +185,7 @@ class GroupRunner:
     async def _reward(self, group: Group) -> None:
         began = time.time()
         inputs = reward_inputs(group.prompt, group.samples)
-        parts = await asyncio.gather(
-            *(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards)
-        )
+        parts = await together(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards)
         weights = [weight for _, weight, _ in self._rewards]
         names = [name for name, _, _ in self._rewards]
         for at, sample in enumerate(group.samples):
