@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
-from nightshift.wire.experience import FINISH_ABORT, Floats, Ids, VersionSpan
+from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Floats, Ids, VersionSpan
 
 #: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
 _ROUNDING = 1e-4
@@ -21,7 +21,14 @@ GENERATE = "/inference/v1/generate"
 
 
 class EngineAwayError(RoleError):
-    """The server did not answer, or answered that it cannot now: the request may be sent again."""
+    """The server did not answer, or answered that it cannot now: the request may be sent again.
+
+    ``lost`` says that there was no connection, or one to another start of the server.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message, role="rollout")
+        self.lost = lost
 
 
 class EngineRefusedError(RoleError):
@@ -148,8 +155,11 @@ class Engine:
         await self._call("POST", f"/pause?mode={mode}", timeout_s=self._timeout_s)
 
     async def resume(self) -> None:
-        """Goes on decoding."""
-        await self._call("POST", "/resume")
+        """Goes on decoding. Asked twice: after a failed phase a server closes the connection that the first may use."""
+        try:
+            await self._call("POST", "/resume")
+        except EngineAwayError:
+            await self._call("POST", "/resume")
 
     async def push(self, update_info: dict[str, Any], version: str, *, mode: str = "keep") -> float:
         """Takes new weights under running requests; returns the seconds for which decoding stood still.
@@ -199,12 +209,12 @@ class Engine:
         except httpx.TimeoutException as error:
             raise RoleTimeoutError(f"{name} did not answer {path} within {timeout_s:g} s", role="rollout") from error
         except httpx.HTTPError as error:
+            cause = str(error) or type(error).__name__
+            raise EngineAwayError(f"{name} at {self.address.url} is away: {cause}", lost=True) from error
+        # A token that is refused is that of an earlier start of the server, whose address was not read again yet.
+        if (refused := answer.status_code in (401, 403)) or answer.status_code >= 500:
             raise EngineAwayError(
-                f"{name} at {self.address.url} is away: {error or type(error).__name__}", role="rollout"
-            ) from error
-        if answer.status_code >= 500:
-            raise EngineAwayError(
-                f"{name} answered {path} with {answer.status_code}: {answer.text[:300]}", role="rollout"
+                f"{name} answered {path} with {answer.status_code}: {answer.text[:300]}", lost=refused
             )
         if answer.status_code >= 400:
             raise EngineRefusedError(
@@ -213,7 +223,7 @@ class Engine:
         try:
             value = answer.json() if answer.content else {}
         except ValueError as error:
-            raise EngineAwayError(f"{name} answered {path} with something else than JSON", role="rollout") from error
+            raise EngineAwayError(f"{name} answered {path} with something else than JSON") from error
         return value if isinstance(value, dict) else {}
 
 
@@ -222,37 +232,57 @@ def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
 
     Raises:
         InvalidAnswerError: wrong request id, log-probs that are missing, null, positive or not one per token, ids that
-            disagree with the log-probs', version spans that leave a gap.
+            disagree with the log-probs', version spans that leave a gap, an unknown finish reason.
         EngineAwayError: the server aborted the request.
     """
     answered = str(answer.get("request_id", ""))
     if answered.removeprefix("generate-tokens-") != request_id:
         raise InvalidAnswerError(f"asked for {request_id}, answered {answered!r}", "request_id")
+    try:
+        choice = _only_choice(answer, request_id)
+        if choice.get("finish_reason") == FINISH_ABORT:
+            raise EngineAwayError(f"{request_id} was aborted by the server")
+        if choice.get("finish_reason") not in (FINISH_STOP, FINISH_LENGTH):
+            raise InvalidAnswerError(f"{request_id}: finish reason {choice.get('finish_reason')!r}", "finish_reason")
+        ids = choice.get("token_ids") or []
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise InvalidAnswerError(f"{request_id}: token ids {ids}", "token_ids")
+        return Generated(
+            response_ids=np.array(ids, dtype=np.int32),
+            logprobs=_logprobs(choice, ids, request_id),
+            versions=_spans(choice, len(ids), request_id),
+            finish_reason=str(choice["finish_reason"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"{request_id}: malformed answer: {type(error).__name__}: {error}", "form") from error
+
+
+def _only_choice(answer: dict[str, Any], request_id: str) -> dict[str, Any]:
     choices = answer.get("choices") or []
     if len(choices) != 1:
         raise InvalidAnswerError(f"{request_id}: {len(choices)} choices for one sample", "choices")
-    choice = choices[0]
-    if choice.get("finish_reason") == FINISH_ABORT:
-        raise EngineAwayError(f"{request_id} was aborted by the server", role="rollout")
-    ids = choice.get("token_ids") or []
+    return dict(choices[0])
+
+
+def _logprobs(choice: dict[str, Any], ids: list[int], request_id: str) -> Floats:
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(ids):
         raise InvalidAnswerError(f"{request_id}: {len(content)} log-probs for {len(ids)} tokens", "logprobs")
-    logprobs = [entry.get("logprob") for entry in content]
-    for value in logprobs:
+    values = [entry.get("logprob") for entry in content]
+    for value in values:
         if not isinstance(value, int | float) or not math.isfinite(value) or value > _ROUNDING:
             raise InvalidAnswerError(f"{request_id}: log-prob {value!r}", "logprobs")
     if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
         raise InvalidAnswerError(f"{request_id}: log-probs of other tokens than the sampled ones", "logprobs")
+    return np.minimum(np.array(values, dtype=np.float32), np.float32(0))
+
+
+def _spans(choice: dict[str, Any], tokens: int, request_id: str) -> list[VersionSpan]:
     spans = [
-        VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or []
+        VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
+        for span in choice.get("weight_versions") or []
     ]
     ends = [0, *(span.end for span in spans)]
-    if ids and (ends[-1] != len(ids) or any(span.start != at for span, at in zip(spans, ends, strict=False))):
-        raise InvalidAnswerError(f"{request_id}: version spans {spans} for {len(ids)} tokens", "versions")
-    return Generated(
-        response_ids=np.array(ids, dtype=np.int32),
-        logprobs=np.minimum(np.array(logprobs, dtype=np.float32), np.float32(0)),
-        versions=spans,
-        finish_reason=str(choice.get("finish_reason")),
-    )
+    if tokens and (ends[-1] != tokens or any(span.start != at for span, at in zip(spans, ends, strict=False))):
+        raise InvalidAnswerError(f"{request_id}: version spans {spans} for {tokens} tokens", "versions")
+    return spans

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,32 +22,11 @@ from orchestrator.runner.engine import (
     GenerateRequest,
     InvalidAnswerError,
 )
+from orchestrator.runner.health import Health, ProbeLimits, probe_failure
 from orchestrator.runner.trainer import Publication
 
-
-class ServerState(StrEnum):
-    """Health of one server. There is no way from ``SUSPECT`` or ``STALE`` to ``HEALTHY`` without a verified push."""
-
-    STALE = "stale"  # weights unknown, or not the published ones
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"  # a request failed; checked before it gets work again
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeLimits:
-    """Mean |difference| of log-probs between server and trainer, in nats per token.
-
-    Attributes:
-        largest: above it the server does not hold the published weights.
-        resolution: below it two policies cannot be told apart by the probe.
-    """
-
-    largest: float
-    resolution: float
-
-
-#: Measured: a float32 server agrees with the trainer to 1e-5; a bfloat16 one is off by 0.03 to 0.04 in the mean.
-PROBE_LIMITS = {"float32": ProbeLimits(2e-3, 5e-5), "bfloat16": ProbeLimits(0.15, 0.08)}
+#: Seconds between two looks at the servers.
+_LOOK_S = 0.5
 
 
 class Server:
@@ -56,11 +34,9 @@ class Server:
 
     def __init__(self, address: EngineAddress, request_timeout_s: float) -> None:
         self.engine = Engine(address, request_timeout_s)
-        self.state = ServerState.STALE
-        self.version = ""
+        self.health = Health()
         self.running = 0
         self.initialised = False
-        self.probe: np.ndarray | None = None
 
     @property
     def name(self) -> str:
@@ -101,12 +77,12 @@ class Fleet:
         self._mode = "wait" if drain else "keep"
         self._servers = {address.name: Server(address, request_timeout_s) for address in addresses}
         self._published: Publication | None = None
+        self._versions: dict[str, int] = {}  # published by this process, in their order
         self._previous_probe: np.ndarray | None = None
         self._changed = asyncio.Condition()
         self._watcher: asyncio.Task[None] | None = None
         self._push_lock = asyncio.Lock()
-        self.rejected: Counter[str] = Counter()
-        self.pause_seconds = 0.0
+        self._rejected: Counter[str] = Counter()
         self._turnstile: asyncio.Lock | None = None
         self._sent = 0
 
@@ -120,6 +96,11 @@ class Fleet:
         """All servers known now."""
         return list(self._servers.values())
 
+    def take_rejected(self) -> Counter[str]:
+        """Answers that were refused since the last call, by kind."""
+        rejected, self._rejected = self._rejected, Counter()
+        return rejected
+
     def start(self) -> None:
         """Begins to watch for restarted servers."""
         self._watcher = asyncio.create_task(self._watch())
@@ -132,11 +113,17 @@ class Fleet:
         for server in self._servers.values():
             await server.engine.close()
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(
+        self, request: GenerateRequest, retry_span: Callable[[int], AbstractContextManager[str]] | None = None
+    ) -> Generated:
         """Draws one sample, on another server or later where one fails.
 
         An attempt that was given up never counts: its answer goes to a closed connection, and the next attempt has a
         request id of its own.
+
+        Args:
+            request: what to draw.
+            retry_span: opens the span of a further attempt, numbered from 1, and gives its traceparent.
 
         Raises:
             InvalidAnswerError: unusable answers, one more than the retries.
@@ -147,11 +134,16 @@ class Fleet:
         attempt, pause = 0, 0.1
         while True:
             server = await self._acquire(deadline)
+            server.running += 1
+            span = retry_span(attempt) if retry_span and attempt else nullcontext(request.traceparent)
             try:
-                server.running += 1
-                return await self._send(server, replace(request, request_id=f"{request.request_id}.{attempt}"))
+                with span as traceparent:
+                    return await self._send(
+                        server,
+                        replace(request, request_id=f"{request.request_id}.{attempt}", traceparent=traceparent),
+                    )
             except InvalidAnswerError as error:
-                self.rejected[error.kind] += 1
+                self._rejected[error.kind] += 1
                 if attempt >= self._retries:
                     raise
             except (EngineAwayError, RoleTimeoutError) as error:
@@ -170,7 +162,8 @@ class Fleet:
     async def publish(self, publication: Publication) -> float:
         """Brings every reachable server to the published weights and proves it; returns the longest pause in seconds.
 
-        A server that fails is left out until it holds the weights; the push itself fails where none is left.
+        A server that fails is left out until it holds the weights. Where none is left, a server that went away is
+        waited for; one that answers and does not take the weights fails the push.
 
         Raises:
             RoleError: the weights did not arrive on any server.
@@ -178,23 +171,40 @@ class Fleet:
         async with self._push_lock:
             self._previous_probe = _values(self._published) if self._published else None
             self._published = publication
-            results = await asyncio.gather(*(self._bring(server) for server in self.servers), return_exceptions=True)
+            self._versions.setdefault(publication.version, len(self._versions))
+            servers = self.servers
+            results = await asyncio.gather(*(self._bring(server) for server in servers), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
-        if len(errors) == len(results):
-            unexpected = next((error for error in errors if not isinstance(error, NightshiftError)), None)
-            raise unexpected or errors[0]
-        return max(result for result in results if isinstance(result, float))
+        if unexpected := next((error for error in errors if not isinstance(error, NightshiftError)), None):
+            raise unexpected
+        if len(errors) < len(results):
+            for error in errors:
+                self._events.append("warning", role="rollout", message=f"left out until it holds the weights: {error}")
+            return max(result for result in results if isinstance(result, float))
+        for server, error in zip(servers, errors, strict=True):
+            if not await self._went_away(server, error):
+                raise error
+        return await self._wait_for_return(publication, errors[0])
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Holds all servers: requests sent meanwhile go out one after the other and are queued in that order."""
-        await asyncio.gather(*(server.engine.pause() for server in self.servers))
+        """Holds all servers: requests sent meanwhile go out one after the other and are queued in that order.
+
+        Raises:
+            RoleTimeoutError: no server could be held within the time that a role may be away.
+        """
+        deadline = time.monotonic() + self._away_s
+        paused: list[Server] = []
+        while not paused:
+            await self._acquire(deadline)
+            paused = [server for server in self._usable() if await self._try(server, server.engine.pause)]
         self._turnstile, self._sent = asyncio.Lock(), 0
         try:
             yield
         finally:
             self._turnstile = None
-            await asyncio.gather(*(server.engine.resume() for server in self.servers))
+            for server in paused:
+                await self._try(server, server.engine.resume)
 
     async def wait_sent(self, requests: int) -> None:
         """Waits until so many requests were sent since the servers are held.
@@ -211,70 +221,106 @@ class Fleet:
             await asyncio.sleep(0.005)
 
     async def _send(self, server: Server, request: GenerateRequest) -> Generated:
+        oldest = self._versions.get(server.health.version, 0)
         if self._turnstile is None:
-            return await server.engine.generate(request)
+            return self._check_versions(server, await server.engine.generate(request), oldest)
         sent = asyncio.Event()
         async with self._turnstile:
             answer = asyncio.create_task(server.engine.generate(request, on_sent=sent.set))
             waiter = asyncio.create_task(sent.wait())
-            await asyncio.wait({answer, waiter}, return_when=asyncio.FIRST_COMPLETED)
-            waiter.cancel()
-            # The server reads its connections in the order in which data arrives: leave it time for this one.
-            await asyncio.sleep(0.002)
+            try:
+                await asyncio.wait({answer, waiter}, return_when=asyncio.FIRST_COMPLETED)
+                # The server reads its connections in the order in which data arrives: leave it time for this one.
+                await asyncio.sleep(0.002)
+            except BaseException:
+                answer.cancel()
+                raise
+            finally:
+                waiter.cancel()
             self._sent += 1
-        return await answer
+        return self._check_versions(server, await answer, oldest)
+
+    def _check_versions(self, server: Server, answer: Generated, oldest: int) -> Generated:
+        """Refuses tokens of weights that were never published, or of older ones than the server held at the start."""
+        for span in answer.versions:
+            if self._versions.get(span.version, -1) < oldest:
+                error = InvalidAnswerError(
+                    f"{server.name} answered with tokens of the weights {span.version!r} while it should hold "
+                    f"{server.health.version!r}",
+                    "version",
+                )
+                self._suspect(server, error)
+                raise error
+        return answer
+
+    async def _try(self, server: Server, call: Callable[[], Awaitable[None]]) -> bool:
+        """Makes a call to a server; one that fails is suspect."""
+        try:
+            await call()
+        except RoleError as error:
+            self._suspect(server, error)
+            return False
+        return True
+
+    async def _went_away(self, server: Server, error: BaseException) -> bool:
+        """Whether a push failed because the server is gone, and not because it did not take the weights."""
+        if isinstance(error, EngineAwayError) and error.lost:
+            return True
+        return isinstance(error, EngineAwayError | RoleTimeoutError) and not await server.engine.healthy()
+
+    async def _wait_for_return(self, publication: Publication, cause: BaseException) -> float:
+        began = time.monotonic()
+        self._events.append("role", role="rollout", state="suspect", detail=f"waited for: {cause}")
+        try:
+            async with asyncio.timeout(self._away_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: any(server.health.version == publication.version for server in self._usable())
+                )
+        except TimeoutError:
+            raise RoleTimeoutError(
+                f"no server took the weights of {publication.version} within {self._away_s:g} s; the push failed by: "
+                f"{cause}",
+                role="rollout",
+            ) from cause
+        return time.monotonic() - began
 
     async def _bring(self, server: Server) -> float:
         publication = self._published
         if publication is None:
             return 0.0
-        before = server.probe if server.version else None
-        server.state = ServerState.STALE
+        server.health.pushing()
         if not server.initialised:
             await server.engine.init_transfer(server.engine.address.init_info)
             server.initialised = True
         pause = await server.engine.push(publication.update_info, publication.version, mode=self._mode)
-        await self._prove(server, publication, before)
-        server.version = publication.version
-        server.state = ServerState.HEALTHY
-        self.pause_seconds = pause
+        await self._prove(server, publication)
+        server.health.proved(publication.version)
         await self._notify()
         return pause
 
-    async def _prove(self, server: Server, publication: Publication, before: np.ndarray | None) -> None:
+    async def _prove(self, server: Server, publication: Publication) -> None:
         scores = [await server.engine.score(item["prompt_ids"], item["response_ids"]) for item in self._probe_inputs]
         held = np.concatenate(scores) if scores else np.zeros(0, np.float32)
-        expected = _values(publication)
-        if not len(held):
-            return
-        error = float(np.abs(held - expected).mean())
-        moved = (
-            0.0
-            if before is None or self._previous_probe is None
-            else float(np.abs(expected - self._previous_probe).mean())
-        )
-        # A push that did nothing leaves an error as large as the step between the two policies.
-        unmoved = moved > 2 * self._limits.resolution and error > 0.5 * moved
-        if error > self._limits.largest or unmoved:
+        previous = self._previous_probe if server.health.version else None
+        if failure := probe_failure(held, _values(publication), previous, self._limits):
             raise RoleError(
-                f"{server.name} does not compute with the weights of {publication.version}: its log-probs are "
-                f"{error:.2g} nats per token from the trainer's, where the update itself changed them by {moved:.2g}",
+                f"{server.name} does not compute with the weights of {publication.version}: {failure}",
                 role="rollout",
                 fix="The push reported success but the weights did not arrive; see the server's log",
             )
-        server.probe = held
 
     def _suspect(self, server: Server, error: NightshiftError) -> None:
-        if server.state is ServerState.HEALTHY:
-            server.state = ServerState.SUSPECT
+        if server.health.suspect():
             self._events.append("role", role="rollout", state="suspect", detail=f"{server.name}: {error.message}")
+
+    def _usable(self) -> list[Server]:
+        return [server for server in self.servers if server.health.usable]
 
     async def _acquire(self, deadline: float) -> Server:
         async with self._changed:
             while True:
-                healthy = [server for server in self.servers if server.state is ServerState.HEALTHY]
-                if healthy:
-                    return min(healthy, key=lambda server: server.running)
+                if usable := self._usable():
+                    return min(usable, key=lambda server: server.running)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RoleTimeoutError(f"no rollout server was usable for {self._away_s:g} s", role="rollout")
@@ -289,36 +335,44 @@ class Fleet:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(_LOOK_S)
             try:
-                await self._look()
-            except NightshiftError as error:
-                self._events.append("warning", role=error.role or "rollout", message=error.message)
+                await self._read_addresses()
+            except (KeyError, TypeError, ValueError) as error:
+                self._events.append("warning", role="agent", message=f"addresses of the services: {error!r}")
+            for server in self.servers:
+                if server.health.due(time.monotonic()):
+                    await self._repair(server)
 
-    async def _look(self) -> None:
+    async def _read_addresses(self) -> None:
         for address in self._refresh() or []:
             known = self._servers.get(address.name)
             if known is None or known.engine.address.incarnation != address.incarnation:
+                self._servers[address.name] = Server(address, self._request_timeout_s)
                 if known is not None:
                     await known.engine.close()
-                fresh = Server(address, self._request_timeout_s)
-                fresh.running = known.running if known is not None else 0
-                self._servers[address.name] = fresh
-        for server in self.servers:
-            if server.state is ServerState.HEALTHY or self._push_lock.locked() or self._published is None:
-                continue
-            if not await server.engine.healthy():
-                continue
-            began = time.monotonic()
+
+    async def _repair(self, server: Server) -> None:
+        """Brings a server that is not healthy to the published weights, if it answers."""
+        if self._push_lock.locked() or self._published is None or not await server.engine.healthy():
+            return
+        began = time.monotonic()
+        try:
             async with self._push_lock:
+                if server.health.usable:
+                    return
                 await self._bring(server)
-            self._events.append(
-                "role",
-                role="rollout",
-                state="ready",
-                detail=f"{server.name} holds {server.version} again",
-                seconds=time.monotonic() - began,
-            )
+        except NightshiftError as error:
+            server.health.failed(time.monotonic())
+            self._events.append("warning", role=error.role or "rollout", message=error.message)
+            return
+        self._events.append(
+            "role",
+            role="rollout",
+            state="ready",
+            detail=f"{server.name} holds {server.health.version} again",
+            seconds=time.monotonic() - began,
+        )
 
 
 def _values(publication: Publication | None) -> np.ndarray:
