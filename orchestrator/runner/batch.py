@@ -10,7 +10,7 @@ import numpy as np
 
 from nightshift.algorithms.advantages import AdvantageReport, loss_kl_coef
 from nightshift.config.algorithm import AlgorithmConfig
-from nightshift.wire.errors import RoleError
+from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import LossSpec, Sample
 from orchestrator.runner.group import Group
 
@@ -37,18 +37,31 @@ def loss_spec(config: AlgorithmConfig, samples: Sequence[Sample], temperature: f
     )
 
 
-def check_budget(groups: Sequence[Group], n: int, budget: float) -> None:
+def check_budget(groups: Sequence[Group], n: int, budget: float, failures: Sequence[NightshiftError] = ()) -> None:
     """Fails where too many samples of a batch are unscored or could not be had.
+
+    Args:
+        groups: the batch.
+        n: samples of a group.
+        budget: share of samples that may be missing, 0..1.
+        failures: why further groups failed as a whole since the batch before.
 
     Raises:
         RoleError: the share is above the budget; quotes the first cause.
     """
-    wanted = len(groups) * n
+    wanted = (len(groups) + len(failures)) * n
     unscored = [sample for group in groups for sample in group.samples if sample.reward is None]
     lost = [cause for group in groups for cause in group.failures]
-    if not wanted or (len(unscored) + len(lost)) / wanted <= budget:
+    if not wanted or (len(unscored) + len(lost) + len(failures) * n) / wanted <= budget:
         return
-    if unscored and len(unscored) >= len(lost):
+    if len(failures) * n >= max(len(unscored), len(lost)):
+        raise RoleError(
+            f"{len(failures)} of {len(groups) + len(failures)} prompt groups failed, the first because "
+            f"{failures[0].message}",
+            role=failures[0].role or "rollout",
+            fix=f"Look at that role, or raise pipeline.failure_budget (now {budget:g})",
+        )
+    if len(unscored) >= len(lost):
         raise RoleError(
             f"{len(unscored)} of {wanted} samples of the batch are unscored, the first ({unscored[0].sample_id}) by "
             f"{unscored[0].reward_error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from nightshift.config import JobSpec
 from nightshift.config.load import read_resolved
 from nightshift.data import Cursor, Prompt, PromptSet, Tokenizer, load_prompts
 from nightshift.wire import telemetry
-from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
+from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, WireError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.trace import TraceContext, new_span_id, new_trace_id
@@ -24,8 +25,9 @@ from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.evaluate import Evaluator
-from orchestrator.runner.fleet import PROBE_LIMITS, Fleet
+from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group, GroupRunner, start_group_span
+from orchestrator.runner.health import PROBE_LIMITS
 from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.rollouts import drop_rollouts_after
@@ -38,6 +40,7 @@ from orchestrator.runner.tracking import Tracking
 from orchestrator.runner.trainer import TrainerClient
 from orchestrator.store.state import StateStore
 
+_log = logging.getLogger(__name__)
 #: Sequences, and tokens of each, on which servers prove that they hold the published weights.
 _PROBES, _PROBE_TOKENS = 2, 48
 
@@ -51,6 +54,7 @@ class Resume:
     step: int
     state_dir: str
     records: list[GroupRecord]
+    manifest: dict[str, Any] | None = None
 
 
 class Job:
@@ -95,6 +99,11 @@ class Job:
         except NightshiftError as error:
             self.events.append("job", state=state, error=str(error), role=error.role)
             return error.exit_code
+        except Exception as error:
+            # Not foreseen: the traceback goes to the log, and the run still ends with a sentence.
+            _log.exception("the job failed")
+            self.events.append("job", state=state, error=f"{type(error).__name__}: {error}", role="orchestrator")
+            return 1
 
     async def _run(self, resume: bool) -> bool:
         spec = self.spec
@@ -173,6 +182,7 @@ class Job:
                 admission=admission,
                 probe=self._probe(train),
                 cursor_state=cursor.state,
+                manifest=start.manifest,
             )
             pipeline = Pipeline(
                 spec,
@@ -188,9 +198,16 @@ class Job:
                 events=self.events,
                 admission=admission,
             )
-            self.events.append("job", state="running", steps=total_steps, lineage=start.lineage.number, step=start.step)
-            await stepper.begin()
+            self.events.append(
+                "job",
+                state="running",
+                steps=total_steps,
+                lineage=start.lineage.number,
+                step=start.step,
+                detail=f"{train.summary()}; {steps_sentence(len(train.prompts), spec.rollout.batch_size, total_steps)}",
+            )
             fleet.start()
+            await stepper.begin()
             self._pipeline = pipeline
             if self._stopping:
                 pipeline.stop()
@@ -211,9 +228,7 @@ class Job:
     def _where(self, store: StateStore, checkpoints: Checkpoints, resume: bool) -> Resume:
         known, records = store.load(self.run_id)
         if known is None:
-            trace = os.environ.get("TRACEPARENT", "")
-            job_trace_id = TraceContext.from_traceparent(trace).trace_id if trace else new_trace_id()
-            return Resume(Lineage(self.run_id), job_trace_id, 0, "", [])
+            return Resume(Lineage(self.run_id), _job_trace_id(), 0, "", [])
         if not resume:
             raise BadInputError(f"{self.run_dir} holds a run already", role="job", fix="Give --resume to go on with it")
         for folder in checkpoints.broken():
@@ -222,7 +237,8 @@ class Job:
         step = committed[-1] if committed else 0
         state_dir = str(checkpoints.state_dir(step)) if committed else ""
         lineage = known.lineage.branch(known.lineage.number + 1, step)
-        return Resume(lineage, known.job_trace_id, step, state_dir, records)
+        manifest = checkpoints.manifest(step) if committed else None
+        return Resume(lineage, known.job_trace_id, step, state_dir, records, manifest)
 
     async def _take_up(
         self, books: Books, spool: Spool, start: Resume, train: PromptSet, tracing: Tracing
@@ -343,6 +359,14 @@ class Job:
         )
 
 
+def _job_trace_id() -> str:
+    """The caller's trace, where the environment names one; a malformed one starts a new trace, as the standard asks."""
+    try:
+        return TraceContext.from_traceparent(os.environ.get("TRACEPARENT", "")).trace_id
+    except WireError:
+        return new_trace_id()
+
+
 class _Closer:
     def __init__(self, close: Any) -> None:
         self._close = close
@@ -372,3 +396,14 @@ def load_inputs(spec: JobSpec) -> tuple[Tokenizer, PromptSet, list[Prompt], int]
             fix="Lower rollout.batch_size, or set trainer.total_steps",
         )
     return tokenizer, train, test, steps
+
+
+def steps_sentence(prompts: int, batch: int, steps: int) -> str:
+    """How many steps there are, and what becomes of prompts that fill no batch."""
+    full, rest = divmod(prompts, batch)
+    text = f"{steps} steps of {batch} prompts, {full} full ones an epoch"
+    if not rest:
+        return text
+    unused = -(-steps * batch // prompts) * prompts - steps * batch
+    left_out = f", {unused} left out of the last epoch" if unused else ""
+    return f"{text} and {rest} carried over into the next{left_out}"

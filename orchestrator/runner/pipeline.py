@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from opentelemetry.trace import StatusCode
 from nightshift.algorithms.staleness import GroupAge, plan_update
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt
-from nightshift.wire.errors import NightshiftError, RoleTimeoutError
+from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
@@ -37,8 +38,11 @@ class PipelineState:
     running: dict[int, Group] = field(default_factory=dict)
     ready: dict[int, Group] = field(default_factory=dict)
     buffered_bytes: int = 0
+    #: Groups that ran at the last commit and start again as soon as the staleness bound allows.
+    backlog: deque[GroupRecord] = field(default_factory=deque)
     failed_in_row: int = 0
-    last_failure: NightshiftError | None = None
+    #: Why groups failed since the last step.
+    failures: list[NightshiftError] = field(default_factory=list)
 
 
 class Pipeline:
@@ -73,6 +77,9 @@ class Pipeline:
         self._events = events
         self._admission = admission
         self._state = PipelineState()
+        rollout = spec.rollout
+        #: Bytes that a running group may come to: ids, log-probs, reference log-probs and mask of each sample.
+        self._most_bytes = rollout.n * (4 * spec.data.max_prompt_length + 13 * rollout.max_response_length)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -111,7 +118,9 @@ class Pipeline:
                 issue.cancel()
                 await self._stepper.finish_step(self._spec.trainer.update_timeout_s)
                 train.cancel()
-                await asyncio.gather(train, return_exceptions=True)
+                (ended,) = await asyncio.gather(train, return_exceptions=True)
+                if isinstance(ended, Exception):
+                    raise ended
                 return False
             train.result()
             return True
@@ -123,38 +132,41 @@ class Pipeline:
     # Issuing ----------------------------------------------------------------------------------------------------------
 
     async def _issue(self, resumed: list[tuple[GroupRecord, Group | None]]) -> None:
-        starting = []
         for record, group in resumed:
             if group is None:
-                starting.append(await self._start_again(record))
+                self._state.backlog.append(record)
                 continue
             self._state.ready[group.index] = group
             self._state.buffered_bytes += group.bytes
         while True:
-            for _ in range(self._headroom()):
-                starting.append(await self._start_next())
-            if self._spec.pipeline.deterministic:
+            starting = [await self._start_next() for _ in range(self._headroom())]
+            if starting and self._spec.pipeline.deterministic:
                 await self._launch_held(starting)
             else:
                 for group in starting:
                     self._launch(group)
-            starting = []
             await self._notify()
             await self._wait(lambda: self._headroom() > 0)
 
     def _headroom(self) -> int:
-        if self._state.buffered_bytes >= self._spec.pipeline.buffer_mib * 2**20:
-            return 0
-        return self._admission.headroom(self._books.ledger.accepted, self._books.ledger.running)
+        ledger, state = self._books.ledger, self._state
+        room = self._admission.headroom(ledger.accepted, ledger.running - len(state.backlog))
+        free = self._spec.pipeline.buffer_mib * 2**20 - state.buffered_bytes
+        fitting = free // self._most_bytes - len(state.running)
+        # A full buffer is emptied by the next step alone, which needs its whole batch.
+        missing = self._admission.batch - len(state.ready) - len(state.running)
+        return min(room, max(fitting, missing, 0))
 
     async def _start_next(self) -> Group:
+        if self._state.backlog:
+            return self._start_again(self._state.backlog.popleft())
         epoch, row = self._cursor.next()
         index = self._books.ledger.issued
         span, trace_id = start_group_span(self._tracing, index, self._prompts[row], epoch)
         await self._books.issue(GroupRecord(index=index, row=row, epoch=epoch, trace_id=trace_id))
         return Group(index, self._prompts[row], epoch, trace_id, self._stepper.server_step, span)
 
-    async def _start_again(self, record: GroupRecord) -> Group:
+    def _start_again(self, record: GroupRecord) -> Group:
         prompt = self._prompts[record.row]
         span, _ = start_group_span(self._tracing, record.index, prompt, record.epoch, record.trace_id)
         return Group(record.index, prompt, record.epoch, record.trace_id, self._stepper.server_step, span)
@@ -186,7 +198,7 @@ class Pipeline:
             await self._books.move(group.index, GroupState.FAILED, reason=str(error))
             del self._state.running[group.index]
             self._state.failed_in_row += 1
-            self._state.last_failure = error
+            self._state.failures.append(error)
             self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
             await self._notify()
             return
@@ -213,7 +225,10 @@ class Pipeline:
         while self._stepper.step < self._total_steps and not self._stop.is_set():
             began = time.time()
             groups = await self._collect()
-            await self._stepper.make_step(groups, waited_since=began)
+            if self._stop.is_set():
+                break  # an update that began now could not be told from one that was given up
+            failures, self._state.failures = self._state.failures, []
+            await self._stepper.make_step(groups, waited_since=began, failures=failures)
             for group in groups:
                 self._state.buffered_bytes -= group.bytes
             await self._notify()
@@ -224,7 +239,7 @@ class Pipeline:
         while True:
             await self._wait(lambda: len(self._state.ready) >= self._admission.batch or self._hopeless())
             if len(self._state.ready) < self._admission.batch:
-                raise self._state.last_failure or RoleTimeoutError("no group could be had", role="rollout")
+                raise self._state.failures[-1]
             plan = plan_update(
                 self._stepper.step,
                 (_age(group) for group in self._state.ready.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from nightshift.algorithms import compute_advantages
 from nightshift.algorithms.schedule import learning_rate
 from nightshift.config import JobSpec
+from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.version import Lineage, PolicyVersion
@@ -51,6 +53,9 @@ class Stepper:
         step: steps made so far; also the step of the trainer's weights.
         server_step: step of the weights that all usable servers hold.
         doing: what the trainer is doing, in words.
+
+    Args:
+        manifest: of the checkpoint that the run goes on from; None: it begins.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Stepper:
         admission: Admission,
         probe: list[SequenceInput],
         cursor_state: Callable[[], dict[str, Any]],
+        manifest: dict[str, Any] | None = None,
     ) -> None:
         self.step = step
         self.server_step = step
@@ -99,35 +105,51 @@ class Stepper:
         self._in_step = asyncio.Lock()
         self._after: asyncio.Task[None] | None = None
         self._consumed: dict[int, list[int]] = {}
-        self._committed: int | None = None
+        self._committed = step if manifest else None
+        #: Updates that had nothing to learn from: they hold no position of the learning rate.
+        self._skipped = int(manifest.get("skipped", 0)) if manifest else 0
+        self._metrics: dict[str, float] = dict(manifest.get("metrics") or {}) if manifest else {}
         self._last_end = time.time()
 
     async def begin(self) -> None:
         """Brings the first weights to the servers and evaluates them."""
         publication = await self._publish()
         await self._push(publication)
-        if self._evaluator.enabled:
+        # A commit comes before the metrics and the evaluation of its step: what a crash left out is made up for.
+        if self._metrics and self.step not in self._tracking.logged("train"):
+            self._log_step(self.step, self._metrics)
+        if self._test_due() and self.step not in self._tracking.logged("evaluation"):
             await self._evaluate()
         self.busy.began = self._last_end = time.time()
 
-    async def make_step(self, groups: Sequence[Group], waited_since: float) -> None:
+    async def make_step(
+        self, groups: Sequence[Group], waited_since: float, failures: Sequence[NightshiftError] = ()
+    ) -> None:
         """Trains on a batch; returns when the trainer is free again.
 
         With a staleness bound of 0 the new weights are on the servers then, otherwise their push goes on beside the
         next batch.
+
+        Args:
+            groups: the batch.
+            waited_since: when the trainer began to wait for it, unix seconds.
+            failures: why groups failed since the batch before.
 
         Raises:
             NightshiftError: a role failed, or too much of the batch is unusable.
         """
         async with self._in_step:
             waited = time.time() - waited_since
-            check_budget(groups, self._spec.rollout.n, self._spec.pipeline.failure_budget)
+            check_budget(groups, self._spec.rollout.n, self._spec.pipeline.failure_budget, failures)
             adv_began = time.monotonic()
             samples = [sample for group in groups for sample in group.samples]
             report = compute_advantages(samples, self._spec.algorithm)
             adv_seconds = time.monotonic() - adv_began
             expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
             metrics = batch_metrics(groups, self.step) | advantage_metrics(report)
+            metrics["rollout/failed_groups"] = float(len(failures))
+            rejected = self._fleet.take_rejected()
+            metrics |= {f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()}
             span = self._tracing.job_span(
                 "optimizer_step",
                 role="trainer",
@@ -159,6 +181,7 @@ class Stepper:
             publication = await self._publish(groups)
             self.busy.trainer = union([*self.busy.trainer, (published, time.time())])
             metrics |= updated.metrics | self._times(groups, waited, adv_seconds, updated, publication)
+            self._metrics = metrics
             if self._save_due():
                 await self.checkpoint()
             self.doing = "waiting for a batch"
@@ -199,6 +222,8 @@ class Stepper:
             "issued": self._books.ledger.issued,
             "cursor": self._cursor_state(),
             "finished_groups": self._admission.finished_groups,
+            "skipped": self._skipped,
+            "metrics": {name: value for name, value in self._metrics.items() if math.isfinite(value)},
             "consumed": {str(step): indices for step, indices in self._consumed.items()},
             "job_trace_id": self._tracing.job_trace_id,
             "time": time.time(),
@@ -223,7 +248,7 @@ class Stepper:
         config = self._spec.trainer
         used = trainable(samples)
         rate = learning_rate(
-            self.step,
+            self.step - self._skipped,
             peak=config.learning_rate,
             schedule=config.lr_schedule,
             warmup_steps=config.warmup_steps,
@@ -235,7 +260,9 @@ class Stepper:
             used, loss, step=self.step + 1, expect=expect, new=new, learning_rate=rate, traceparent=traceparent
         )
         updated.metrics.setdefault("lr", rate)
+        updated.metrics["update/skipped"] = float(not updated.stepped)
         if not updated.stepped:
+            self._skipped += 1
             self._events.append("warning", role="trainer", message=f"step {self.step + 1} had nothing to learn from")
         ratio = updated.metrics.get("log_ratio/abs_mean", 0.0)
         if self.step == 0 and ratio > self._spec.algorithm.max_log_ratio_warn:
@@ -267,6 +294,10 @@ class Stepper:
     ) -> None:
         began = time.time()
         metrics["timing/sync"] = await self._push(publication)
+        step = PolicyVersion.parse(publication.version).step
+        early = evaluate and self._spec.pipeline.deterministic
+        if early:  # its requests must not come between those of the next batch
+            await self._evaluate(step)
         self._admission.finish_step(groups)
         if self.changed is not None:
             await self.changed()
@@ -278,10 +309,8 @@ class Stepper:
         metrics["bubble/rollout"] = 1.0 - length(clip(self.busy.rollout, start, self._last_end)) / span
         metrics["samples_per_second"] = metrics["samples"] / span
         metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
-        step = PolicyVersion.parse(publication.version).step
-        self._tracking.log(step, metrics)
-        self._events.append("step", step=step, steps=self._total_steps, metrics=metrics)
-        if evaluate:
+        self._log_step(step, metrics)
+        if evaluate and not early:
             await self._evaluate(step)
 
     async def _evaluate(self, step: int | None = None) -> None:
@@ -292,6 +321,10 @@ class Stepper:
         self._events.append("activity", role="evaluation", doing="idle")
         self._tracking.log(step, metrics, kind="evaluation")
         self._events.append("evaluation", step=step, policy_version=version, metrics=metrics)
+
+    def _log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._tracking.log(step, metrics)
+        self._events.append("step", step=step, steps=self._total_steps, metrics=metrics)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None and self.failed is not None:
@@ -325,4 +358,4 @@ class Stepper:
     def _test_due(self) -> bool:
         frequency = self._spec.trainer.test_freq
         due = bool(frequency) and self.step % frequency == 0
-        return self._evaluator.enabled and (due or self.step == self._total_steps)
+        return self._evaluator.enabled and (due or self.step in (0, self._total_steps))

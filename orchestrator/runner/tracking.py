@@ -33,10 +33,30 @@ class Tracking:
         """Removes the lines of steps after ``step``: a run that goes back writes them again."""
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        kept = [line for line in self._lines() if line["step"] <= step]
         part = self._path.with_suffix(".tmp")
-        part.write_text("".join(kept))
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         part.replace(self._path)
+        if self._writer is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            # TensorBoard leaves out what earlier files hold from this step on.
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+
+    def logged(self, kind: str) -> set[int]:
+        """Steps whose metrics of this kind were written."""
+        return {line["step"] for line in self._lines() if line["kind"] == kind} if self._path.exists() else set()
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """All whole lines; a killed process may have left half of one."""
+        lines = []
+        for text in self._path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+        return lines
 
     def close(self) -> None:
         """Writes out what is buffered."""
