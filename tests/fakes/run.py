@@ -146,7 +146,7 @@ class FakeRun:
     async def run(
         self, *, resume: bool = False, watch: Callable[[Job], Any] | None = None, limit_s: float = 30.0
     ) -> int:
-        """Runs the job in this process; ``watch`` is a coroutine function that runs beside it. Returns the exit code."""
+        """Runs the job in this process, with the coroutine function ``watch`` beside it; returns the exit code."""
         job = Job(self.run_dir, 0)
         running = asyncio.create_task(job.run(resume=resume))
         watching = asyncio.create_task(watch(job)) if watch is not None else None
