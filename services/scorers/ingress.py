@@ -1,13 +1,15 @@
-"""What Serve's proxy process does at its start: it keeps its gRPC server on loopback.
+"""Keeps Serve on loopback.
 
-Serve's gRPC options have a port and no host: the server listens on every interface. Serve offers one place where a
-program's code runs in the proxy before that server starts, the HTTP proxy callback; it is used for this alone. A
-deployment checks afterwards where the port really listens (services.scorers.deploy), so that a Serve release which
-starts its server in another way is noticed and not exposed.
+Serve's gRPC options have a port and no host: the proxy's server listens on every interface, and so does a server that
+each replica starts for calls from other deployments (pickled ones). Code of ours runs before either starts: in the
+proxy by Serve's HTTP proxy callback, which is used for this alone, and in a replica by its constructor. Deployment
+checks afterwards where the proxy's port really listens, and a test does so for every process, so that a release of
+Serve which starts its servers in another way is noticed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,19 @@ def bind_to_loopback() -> list[Any]:
     """Serve's HTTP proxy callback; returns no middleware."""
     from ray.serve._private import default_impl
 
-    add_address = default_impl.add_grpc_address
-
-    def add_loopback_address(server: Any, address: str) -> None:
-        add_address(server, f"{LOOPBACK}:{address.rpartition(':')[2]}")
-
-    default_impl.add_grpc_address = add_loopback_address
+    default_impl.add_grpc_address = _on_loopback(default_impl.add_grpc_address)
     return []
+
+
+def bind_replica_to_loopback() -> None:
+    """Called in a replica's constructor; its server for other deployments starts when that has returned."""
+    from ray.serve._private import replica
+
+    replica.add_port_to_grpc_server = _on_loopback(replica.add_port_to_grpc_server)
+
+
+def _on_loopback(add_address: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda server, address: add_address(server, f"{LOOPBACK}:{address.rpartition(':')[2]}")
 
 
 def listens_beyond_loopback(port: int) -> bool:

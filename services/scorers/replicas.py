@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +17,9 @@ from opentelemetry import trace
 
 from nightshift.wire import codec, telemetry
 from nightshift.wire.errors import NightshiftError, RoleError, WireError
+from nightshift.wire.trace import TraceContext
 from nightshift.wire.v1 import scorer_pb2
+from services.scorers import ingress
 from services.scorers.memory import peak_memory_bytes
 from services.scorers.reward_pool import RewardPool
 
@@ -39,6 +42,7 @@ class Replica:
         self._span = span
         self._incarnation = uuid.UUID(bytes=os.urandom(16)).hex
         self._tracer = telemetry.setup(role, otlp, run_id)
+        ingress.bind_replica_to_loopback()
 
     async def Score(self, request: Any, grpc_context: Any) -> Any:
         """ScorerService.Score; INVALID_ARGUMENT for a malformed request, INTERNAL for everything else."""
@@ -49,7 +53,8 @@ class Replica:
             "nightshift.job_trace_id": request.context.job_trace_id,
         }
         parent = telemetry.context_from(request.context.traceparent)
-        with self._tracer.start_as_current_span(self._span, parent, attributes=attributes) as span:
+        links = [telemetry.link_to(other.trace_id, other.span_id) for other in _contexts(request.linked)]
+        with self._tracer.start_as_current_span(self._span, parent, attributes=attributes, links=links) as span:
             try:
                 samples = codec.unpack(request.samples)
                 if not isinstance(samples, list):
@@ -98,6 +103,13 @@ class Replica:
 
     def __del__(self) -> None:  # what Serve calls when it ends a replica
         self._close()
+
+
+def _contexts(traceparents: Iterable[str]) -> Iterator[TraceContext]:
+    """Those that can be read: a broken header costs its link, never the call."""
+    for text in traceparents:
+        with contextlib.suppress(WireError):
+            yield TraceContext.from_traceparent(text)
 
 
 def _pack(results: Sequence[Any], role: str) -> bytes:

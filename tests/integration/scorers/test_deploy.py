@@ -1,6 +1,7 @@
 """The scorers on a real Ray Serve, called as the orchestrator calls them."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -65,13 +66,13 @@ class Caller:
         self.stub = scorer_pb2_grpc.ScorerServiceStub(self.channel)
         self.trace = TraceContext.new()
 
-    async def score(self, application: str, samples, seconds: float = 30.0):
+    async def score(self, application: str, samples, seconds: float = 30.0, linked=()):
         context = common_pb2.Context(
             run_id=RUN, traceparent=self.trace.traceparent, policy_version=f"{RUN}/0/3", job_trace_id="1" * 32
         )
         data = samples if isinstance(samples, bytes) else codec.pack(samples)
         metadata = (("application", application), ("traceparent", self.trace.traceparent))
-        request = scorer_pb2.ScoreRequest(context=context, samples=data)
+        request = scorer_pb2.ScoreRequest(context=context, samples=data, linked=["broken", *linked])
         response = await self.stub.Score(request, timeout=seconds, metadata=metadata)
         return codec.unpack(response.results), response
 
@@ -86,6 +87,23 @@ async def caller(services, port):
     caller = Caller(port)
     yield caller
     await caller.channel.close()
+
+
+def is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except FileNotFoundError:
+            return False
+    return pid == ancestor
+
+
+def links_of(folder: Path) -> set[str]:
+    links = set()
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            links.add(str(path.readlink()))
+    return links
 
 
 def command_line(pid: int) -> bytes:
@@ -131,6 +149,19 @@ def test_o48_the_port_listens_on_loopback_only(services, port):
         assert ingress.listens_beyond_loopback(open_to_all.getsockname()[1])
 
 
+def test_o48_no_process_of_ray_or_serve_listens_beyond_loopback(services):
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == "0A" and set(local.partition(":")[0]) == {"0"}:
+                inodes.add(f"socket:[{inode}]")
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    ours = [pid for pid in pids if is_below(pid, os.getpid())]
+    assert len(ours) > 8  # Ray's own processes, the controller, the proxy and three replicas
+    assert not [command_line(pid) for pid in ours if inodes & links_of(Path(f"/proc/{pid}/fd"))]
+
+
 async def test_rewards_come_back_in_order_with_their_memory(caller):
     results, response = await caller.score("reward-length", rewards_of("a", "bbb", ""))
     assert [(result["id"], result["score"]) for result in results] == [("g.0", 1.0), ("g.1", 3.0), ("g.2", 0.0)]
@@ -171,10 +202,13 @@ async def test_reference_log_probs_are_the_models(caller, model_folder):
 
 
 async def test_each_call_is_a_span_below_the_callers(caller, receiver):
-    await caller.score("reward-length", rewards_of("a", "b"))
+    other = TraceContext.new()
+    await caller.score("reward-length", rewards_of("a", "b"), linked=[other.traceparent])
     await caller.score("reference", [{"id": "a", "prompt_ids": [1], "response_ids": [2]}])
     spans = {span.name: (resource, span) for resource, span in receiver.wait_for(caller.trace.trace_id, 2)}
     assert set(spans) == {"reward.score", "reference.log_probs"}
+    (link,) = spans["reward.score"][1].links
+    assert (link.trace_id.hex(), link.span_id.hex()) == (other.trace_id, other.span_id)
     for name, role, samples in [("reward.score", "reward", 2), ("reference.log_probs", "reference", 1)]:
         resource, span = spans[name]
         assert resource["service.name"] == f"nightshift.{role}"
