@@ -40,7 +40,8 @@ class PipelineState:
     buffered_bytes: int = 0
     #: Groups that ran at the last commit and start again as soon as the staleness bound allows.
     backlog: deque[GroupRecord] = field(default_factory=deque)
-    failed_in_row: int = 0
+    #: Why groups failed since the last one that was scored.
+    failed_in_row: list[NightshiftError] = field(default_factory=list)
     #: Why groups failed since the last step.
     failures: list[NightshiftError] = field(default_factory=list)
 
@@ -197,7 +198,7 @@ class Pipeline:
             group.span.end()
             await self._books.move(group.index, GroupState.FAILED, reason=str(error))
             del self._state.running[group.index]
-            self._state.failed_in_row += 1
+            self._state.failed_in_row.append(error)
             self._state.failures.append(error)
             self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
             await self._notify()
@@ -216,7 +217,7 @@ class Pipeline:
         group.waiting = self._tracing.child("buffer", group.span)
         self._state.ready[group.index] = group
         self._state.buffered_bytes += group.bytes
-        self._state.failed_in_row = 0
+        self._state.failed_in_row = []
         await self._notify()
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class Pipeline:
         while True:
             await self._wait(lambda: len(self._state.ready) >= self._admission.batch or self._hopeless())
             if len(self._state.ready) < self._admission.batch:
-                raise self._state.failures[-1]
+                raise self._state.failed_in_row[0]
             plan = plan_update(
                 self._stepper.step,
                 (_age(group) for group in self._state.ready.values()),
@@ -274,7 +275,7 @@ class Pipeline:
 
     def _hopeless(self) -> bool:
         """Whether as many groups failed in a row as a whole batch holds: waiting would not help."""
-        return self._state.failed_in_row >= max(2, self._admission.batch)
+        return len(self._state.failed_in_row) >= max(2, self._admission.batch)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 

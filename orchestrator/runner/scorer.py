@@ -138,7 +138,10 @@ class ScorerClient:
             if calls[0].traceparent:
                 metadata = (*metadata, ("traceparent", calls[0].traceparent))
             response = await self._retry(lambda: self._stub.Score(request, timeout=self._timeout_s, metadata=metadata))
-            results = self._check(codec.unpack(response.results), samples)
+            try:
+                results = self._check(codec.unpack(response.results), samples)
+            except WireError as error:
+                raise RoleError(f"{self._url} answered with no results: {error.message}", role=self.role) from error
             at = 0
             for call in calls:
                 part = results[at : at + len(call.samples)]
