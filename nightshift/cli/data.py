@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nightshift.algorithms import check_estimator
 from nightshift.config import JobSpec
 from nightshift.config.files import reward_reads
 from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns
-from nightshift.wire.errors import BadInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def check_data(spec: JobSpec) -> DataCheck:
             longer than the model's context; or a reward reads what the rows do not have.
     """
     tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
+    check_estimator(spec.algorithm.estimator, has_critic=spec.scorers.critic is not None)
     rollout = spec.rollout
     check_context(tokenizer, spec.data.max_prompt_length, rollout.max_response_length, rollout.max_model_len)
     needed = reward_reads(spec)
@@ -66,15 +67,7 @@ def check_data(spec: JobSpec) -> DataCheck:
     test = load_prompts(spec.data, spec.data.test_files, tokenizer) if spec.data.test_files else None
     if test is not None:
         require_columns(test, needed)
-    # Prompts that do not fill a last batch are carried into the next epoch.
-    steps = spec.trainer.total_steps or len(train.prompts) * spec.trainer.total_epochs // rollout.batch_size
-    if steps < 1:
-        raise BadInputError(
-            f"{len(train.prompts)} prompts in {spec.trainer.total_epochs} epochs do not fill one batch of "
-            f"{rollout.batch_size}",
-            role="job",
-            fix="Lower rollout.batch_size, or set trainer.total_steps",
-        )
+    steps = spec.steps_for(len(train.prompts))
     return DataCheck(_lengths(train), _lengths(test) if test is not None else None, steps, train.warnings)
 
 

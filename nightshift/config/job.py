@@ -19,6 +19,7 @@ from nightshift.config.rollout import RolloutConfig
 from nightshift.config.scorers import ScorersConfig
 from nightshift.config.tracking import TrackingConfig
 from nightshift.config.trainer import TrainerConfig
+from nightshift.wire.errors import BadInputError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Estimators that compare the samples of one prompt: with one sample there is nothing to compare.
@@ -82,3 +83,23 @@ class JobSpec(Section):
     def needs_reference(self) -> bool:
         """Whether the reference model is started and asked."""
         return self.algorithm.kl_coef > 0
+
+    def steps_for(self, prompts: int) -> int:
+        """Optimiser steps of a run over so many prompts.
+
+        Prompts that do not fill a batch are carried over into the next epoch, and left out after the last one.
+
+        Raises:
+            BadInputError: the prompts do not fill one batch.
+        """
+        if self.trainer.total_steps is not None:
+            return self.trainer.total_steps
+        steps = prompts * self.trainer.total_epochs // self.rollout.batch_size
+        if steps < 1:
+            raise BadInputError(
+                f"{prompts} prompts in {self.trainer.total_epochs} epochs do not fill one batch of "
+                f"{self.rollout.batch_size}",
+                role="job",
+                fix="Lower rollout.batch_size, or set trainer.total_steps",
+            )
+        return steps

@@ -19,7 +19,7 @@ from nightshift.wire.experience import Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
 from orchestrator.runner.engine import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.fleet import Fleet
-from orchestrator.runner.intervals import Interval
+from orchestrator.runner.intervals import BusyClock, Interval
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
@@ -107,6 +107,7 @@ class GroupRunner:
         self._reference = reference
         self._tracing = tracing
         self._stop_ids = tuple(sorted({*tokenizer.eos_ids, *spec.rollout.stop_token_ids}))
+        self.busy = BusyClock()  # time in which samples were drawn
         self.calls: Counter[str] = Counter()  # calls in progress by role, for the progress view
 
     async def run(self, group: Group) -> None:
@@ -125,6 +126,10 @@ class GroupRunner:
         await together(scored)
 
     async def _generate(self, group: Group) -> None:
+        with self.busy.work():
+            await self._draw_all(group)
+
+    async def _draw_all(self, group: Group) -> None:
         began = time.time()
         rollout = self._tracing.child("rollout", group.span, role="rollout", group_id=group.group_id)
         with self._tracing.within(rollout):

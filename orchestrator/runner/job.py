@@ -182,6 +182,7 @@ class Job:
                 admission=admission,
                 probe=self._probe(train),
                 cursor_state=cursor.state,
+                generating=runner.busy,
                 manifest=start.manifest,
             )
             pipeline = Pipeline(
@@ -345,8 +346,8 @@ class Job:
 
     def _summarise(self, stepper: Stepper, books: Books, tracing: Tracing) -> None:
         metrics = {
-            "overlap_share": stepper.busy.overlap_share(),
-            "training_seconds": stepper.busy.ended - stepper.busy.began,
+            "overlap_share": stepper.overlap_share(),
+            "training_seconds": stepper.ended - stepper.began,
         }
         self.events.append(
             "summary",
@@ -384,18 +385,7 @@ def load_inputs(spec: JobSpec) -> tuple[Tokenizer, PromptSet, list[Prompt], int]
     tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
     train = load_prompts(spec.data, spec.data.train_files, tokenizer)
     test = load_prompts(spec.data, spec.data.test_files, tokenizer).prompts if spec.data.test_files else []
-    steps = spec.trainer.total_steps
-    if steps is None:
-        # Prompts that do not fill a last batch are carried over into the next epoch, and left out after the last one.
-        steps = len(train.prompts) * spec.trainer.total_epochs // spec.rollout.batch_size
-    if steps < 1:
-        raise BadInputError(
-            f"{len(train.prompts)} prompts in {spec.trainer.total_epochs} epochs do not fill one batch of "
-            f"{spec.rollout.batch_size}",
-            role="job",
-            fix="Lower rollout.batch_size, or set trainer.total_steps",
-        )
-    return tokenizer, train, test, steps
+    return tokenizer, train, test, spec.steps_for(len(train.prompts))
 
 
 def steps_sentence(prompts: int, batch: int, steps: int) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,12 @@ from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
-from orchestrator.runner.intervals import Interval, clip, intersection, length, union
+from orchestrator.runner.intervals import BusyClock, clip, intersection, length
 from orchestrator.runner.rollouts import write_rollouts
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import Tracking
 from orchestrator.runner.trainer import Publication, TrainerClient, Updated
-
-
-@dataclass
-class Busy:
-    """When generation and training ran, in unix seconds."""
-
-    rollout: list[Interval] = field(default_factory=list)
-    trainer: list[Interval] = field(default_factory=list)
-    began: float = 0.0
-    ended: float = 0.0
-
-    def overlap_share(self) -> float:
-        """Share of the run's time in which generation and training ran at once."""
-        return length(intersection(self.rollout, self.trainer)) / max(1e-9, self.ended - self.began)
 
 
 class Stepper:
@@ -78,13 +63,16 @@ class Stepper:
         admission: Admission,
         probe: list[SequenceInput],
         cursor_state: Callable[[], dict[str, Any]],
+        generating: BusyClock,
         manifest: dict[str, Any] | None = None,
     ) -> None:
         self.step = step
         self.server_step = step
         self.doing = "idle"
         self.lineage = lineage
-        self.busy = Busy()
+        self.training = BusyClock()  # time in which the trainer worked on a step
+        self.began = self.ended = 0.0
+        self._generating = generating
         self.changed: Callable[[], Awaitable[None]] | None = None
         self.failed: Callable[[BaseException | None], None] | None = None
         self._spec = spec
@@ -120,7 +108,7 @@ class Stepper:
             self._log_step(self.step, self._metrics)
         if self._test_due() and self.step not in self._tracking.logged("evaluation"):
             await self._evaluate()
-        self.busy.began = self._last_end = time.time()
+        self.began = self._last_end = time.time()
 
     async def make_step(
         self, groups: Sequence[Group], waited_since: float, failures: Sequence[NightshiftError] = ()
@@ -158,8 +146,7 @@ class Stepper:
                 policy_version=str(new),
                 groups=[group.group_id for group in groups],
             )
-            began = time.time()
-            with self._tracing.within(span) as traceparent:
+            with self.training.work(), self._tracing.within(span) as traceparent:
                 self.doing = f"update of step {self.step + 1}"
                 updated = await self._update(samples, str(expect), str(new), traceparent)
                 await self._books.train([group.index for group in groups], self.step + 1, self.lineage.number)
@@ -170,16 +157,14 @@ class Stepper:
                         group.waiting.end()
                     group.span.set_attributes({"rl.step": self.step, "rl.policy_version": str(new)})
                     group.span.end()
-            self.busy.trainer = union([*self.busy.trainer, (began, time.time())])
             if self._spec.tracking.rollouts:
                 rows = rollout_rows(groups, self.step, str(expect))
                 await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
             self.doing = "publishing weights"
             if self._after is not None:
                 await self._after  # the push before this one, and its evaluation, come first
-            published = time.time()
-            publication = await self._publish(groups)
-            self.busy.trainer = union([*self.busy.trainer, (published, time.time())])
+            with self.training.work():
+                publication = await self._publish(groups)
             metrics |= updated.metrics | self._times(groups, waited, adv_seconds, updated, publication)
             self._metrics = metrics
             if self._save_due():
@@ -194,7 +179,12 @@ class Stepper:
         """Waits for the push and the evaluation that are still running."""
         if self._after is not None:
             await self._after
-        self.busy.ended = time.time()
+        self.ended = time.time()
+
+    def overlap_share(self) -> float:
+        """Share of the time since :meth:`begin` in which samples were drawn and the trainer worked at once."""
+        both = clip(intersection(self._generating.intervals(), self.training.intervals()), self.began, self.ended)
+        return length(both) / max(1e-9, self.ended - self.began)
 
     async def finish_step(self, timeout_s: float) -> None:
         """Waits for the step in progress, if any.
@@ -305,8 +295,8 @@ class Stepper:
         start, self._last_end = self._last_end, time.time()
         span = max(1e-9, self._last_end - start)
         metrics["timing/push"] = time.time() - began
-        metrics["bubble/trainer"] = 1.0 - length(clip(self.busy.trainer, start, self._last_end)) / span
-        metrics["bubble/rollout"] = 1.0 - length(clip(self.busy.rollout, start, self._last_end)) / span
+        metrics["bubble/trainer"] = 1.0 - length(clip(self.training.intervals(), start, self._last_end)) / span
+        metrics["bubble/rollout"] = 1.0 - length(clip(self._generating.intervals(), start, self._last_end)) / span
         metrics["samples_per_second"] = metrics["samples"] / span
         metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
         self._log_step(step, metrics)
@@ -338,8 +328,6 @@ class Stepper:
             name: length(group.intervals[role] for group in groups if role in group.intervals)
             for role, name in roles.items()
         }
-        generating = [group.intervals["rollout"] for group in groups if "rollout" in group.intervals]
-        self.busy.rollout = union([*self.busy.rollout, *generating])
         return {
             **times,
             "timing/wait": waited,
