@@ -147,10 +147,9 @@ class RayRanks:
         """The error to raise; ranks that cannot go on are remembered in ``failure``."""
         dead = [rank for rank, error in errors.items() if isinstance(error, RayActorError)]
         if dead:
+            during = "while idle" if method == "ping" else f"during {method}"
             why = _death(errors[dead[0]])
-            self.failure = RankFailedError(
-                f"rank {dead[0]} died while it was asked to {method}: {why}", role="trainer", fix=_RESTART
-            )
+            self.failure = RankFailedError(f"rank {dead[0]} died {during}: {why}", role="trainer", fix=_RESTART)
             return self.failure
         if not errors:
             self.failure = RankFailedError(
@@ -241,11 +240,8 @@ async def _awaited(reference: Any) -> Any:
 
 def _death(error: RayActorError) -> str:
     """The cause of an actor's death in one line."""
-    text = str(error)
-    if "OOM" in text or ("memory" in text.lower() and "monitor" in text.lower()):
+    if "memory monitor" in str(error):
         return "the machine ran out of memory (lower trainer.micro_batch_size)"
-    kind = "its process ended" if isinstance(error, ActorDiedError) else "it cannot be reached"
-    for line in text.splitlines():
-        if "exit" in line.lower() or "killed" in line.lower() or "signal" in line.lower():
-            return f"{kind} ({line.strip()[:200]})"
-    return kind
+    if isinstance(error, ActorDiedError):
+        return "its process ended (killed, out of memory, or crashed)"
+    return "its machine cannot be reached"

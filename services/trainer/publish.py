@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,21 +14,10 @@ from torch import Tensor
 
 from nightshift.wire.errors import RoleError
 from services.trainer.policy import Policy
+from services.trainer.store import KEPT, Publication, published
 
-#: Publications that stay in the store: the one in use, and the one that a server may be reading.
-KEPT = 2
 #: Elements gathered at once from partitioned parameters.
 _GATHER_ELEMENTS = 16_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A published file."""
-
-    name: str  # below the store
-    digest: str  # BLAKE3 of the file, hex
-    bytes: int
-    changed_fraction: float  # of parameters that differ from the previous publication; 1.0 for the first
 
 
 def gather(policy: Policy, dtype: torch.dtype, keep: bool, partitioned: bool) -> dict[str, Tensor]:
@@ -84,11 +72,6 @@ def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
     for old in [*numbers, number][:-KEPT]:
         (store / f"{old}.safetensors").unlink(missing_ok=True)
     return Publication(path.name, digest, size, changed)
-
-
-def published(store: Path) -> list[int]:
-    """Numbers of the files in the store, in numeric order."""
-    return sorted(int(path.stem) for path in store.glob("*.safetensors") if path.stem.isdigit())
 
 
 def _changed_fraction(tensors: dict[str, Tensor], previous: Path) -> float:

@@ -22,7 +22,8 @@ from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
 from services.trainer.policy import DTYPES, load_policy, to_device
-from services.trainer.publish import Publication, gather, publish
+from services.trainer.publish import gather, publish
+from services.trainer.store import Publication
 from services.trainer.sums import PartSums, to_metrics
 
 _SUMS = ("loss", "policy", "kl", "entropy", "clipped", "kl_clamped", "abs_log_ratio")

@@ -15,8 +15,8 @@ from nightshift.wire.experience import unpack_loss, unpack_samples
 from services.trainer.config import RankConfig
 
 if TYPE_CHECKING:
-    from services.trainer.publish import Publication
     from services.trainer.rank import TrainerRank
+    from services.trainer.store import Publication
     from services.trainer.sums import PartSums
 
 #: JSON list of the CPU cores that the ranks share out among them.

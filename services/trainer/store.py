@@ -1,0 +1,24 @@
+"""The folder of published weights. No torch: the coordinator reads what the ranks answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Publications that stay in the store: the one in use, and the one that a server may be reading.
+KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A published file."""
+
+    name: str  # below the store
+    digest: str  # BLAKE3 of the file, hex
+    bytes: int
+    changed_fraction: float  # of parameters that differ from the previous publication; 1.0 for the first
+
+
+def published(store: Path) -> list[int]:
+    """Numbers of the files in the store, in numeric order."""
+    return sorted(int(path.stem) for path in store.glob("*.safetensors") if path.stem.isdigit())

@@ -1,0 +1,194 @@
+"""Aggregation over a batch, padded micro-batches, and what becomes of them in a small model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nightshift.wire.errors import BadInputError
+from nightshift.wire.experience import LossSpec, Sample
+from services.trainer.aggregate import AGGREGATIONS, divisor, partial_sum
+from services.trainer.batching import micro_batch_count, micro_batches, pad, shard, trained
+from services.trainer.losses import LossInputs, policy_loss
+from services.trainer.policy import Policy, to_device
+from services.trainer.sums import PartSums, to_metrics
+from tests.fixtures.samples import make_sample
+
+#: The batch of three sequences; the last one is fully masked.
+LOSSES = [[1.0, 1.0], [3.0] * 6, [99.0, 99.0]]
+MASKS = [[1, 1], [1] * 6, [0, 0]]
+
+
+def batch_mean(aggregation: str, constant_length: int = 0) -> float:
+    masks = [torch.tensor(mask, dtype=torch.bool) for mask in MASKS]
+    total = sum(partial_sum(torch.tensor(x), m, aggregation).item() for x, m in zip(LOSSES, masks, strict=True))
+    tokens = sum(int(mask.sum()) for mask in masks)
+    return total / divisor(aggregation, tokens, sum(bool(mask.any()) for mask in masks), constant_length)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "want"),
+    [("token_mean", 2.5), ("seq_mean_token_mean", 2.0), ("seq_mean_token_sum", 10.0), ("constant_length", 1.0)],
+)
+def test_o13_aggregation(aggregation: str, want: float) -> None:
+    assert batch_mean(aggregation, 10) == pytest.approx(want, abs=1e-6)
+
+
+def test_o13_a_masked_token_has_no_influence_even_as_nan() -> None:
+    values = torch.tensor([1.0, float("nan")], requires_grad=True)
+    total = partial_sum(values, torch.tensor([True, False]), "token_mean")
+    total.backward()
+    assert total.item() == 1.0
+    assert values.grad.tolist() == [1.0, 0.0]
+
+
+def test_constant_length_needs_a_length() -> None:
+    with pytest.raises(BadInputError, match="constant_length"):
+        divisor("constant_length", 8, 2, 0)
+
+
+def test_o14_two_micro_batches_give_the_mean_over_all_tokens() -> None:
+    parts = PartSums(tokens=2, sequences=1, loss=4.0) + PartSums(tokens=6, sequences=1, loss=30.0)
+    assert to_metrics(parts, LossSpec())["loss/actor"] == 4.25
+
+
+@given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5), st.integers(1, 6))
+def test_ranks_share_out_every_item_once_and_take_equally_many_turns(items: list[int], world: int, size: int) -> None:
+    shares = [shard(items, rank, world) for rank in range(world)]
+    merged: list[int | None] = [None] * len(items)
+    for rank, share in enumerate(shares):
+        merged[rank::world] = share
+    assert merged == items
+    turns = micro_batch_count(len(items), world, size)
+    assert max(len(list(micro_batches(share, size))) for share in shares) == turns
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_padding_keeps_every_token_and_points_at_its_predictor(lengths: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(1, 50, p).astype(np.int32), rng.integers(1, 50, t).astype(np.int32)) for p, t in lengths]
+    batch = pad(pairs)
+    assert batch.sizes == [t for _, t in lengths]
+    at = 0
+    for row, (prompt, response) in enumerate(pairs):
+        whole = np.concatenate([prompt, response])
+        assert (batch.input_ids[row, : len(whole)] == whole).all()
+        assert (batch.input_ids[row, len(whole) :] == 0).all()
+        here = slice(at, at + len(response))
+        assert (batch.targets[here] == response).all()
+        assert (batch.keep[batch.columns[here]] == len(prompt) - 1 + np.arange(len(response))).all()
+        assert (batch.rows[here] == row).all()
+        at += len(response)
+
+
+def small_policy(vocab: int = 64) -> Policy:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    return Policy(LlamaForCausalLM(config).double(), autocast=False)
+
+
+def batch_of(count: int) -> list[Sample]:
+    rng = np.random.default_rng(1)
+    samples = []
+    for index in range(count):
+        tokens = int(rng.integers(1, 8))
+        mask = rng.integers(0, 2, tokens)
+        mask[0] = index != 2  # one sample may be fully masked
+        sample = make_sample(f"g.{index}", mask=mask.tolist())
+        sample.prompt_ids = rng.integers(4, 64, int(rng.integers(1, 9))).astype(np.int32)
+        sample.response_ids = rng.integers(4, 64, tokens).astype(np.int32)
+        sample.advantages = rng.normal(size=tokens).astype(np.float32)
+        sample.logprobs = -rng.random(tokens).astype(np.float32) * 5
+        samples.append(sample)
+    return samples
+
+
+def gradient(policy: Policy, samples: list[Sample], aggregation: str, size: int) -> Tensor:
+    """Gradient of the batch's loss in micro-batches of ``size``, divided once at the end."""
+    spec = LossSpec(aggregation=aggregation, constant_length=10)
+    policy.zero_grad()
+    kept = trained(samples)
+    for micro in micro_batches(kept, size):
+        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in micro])
+        temperature = torch.ones(len(batch.targets), dtype=torch.float64)
+        logprobs, _ = policy(temperature=temperature, **to_device(batch, torch.device("cpu")))
+        for sample, values in zip(micro, logprobs.split(batch.sizes), strict=True):
+            mask = torch.tensor(sample.loss_mask) > 0
+            outputs = policy_loss(
+                LossInputs(values, torch.tensor(sample.logprobs), torch.tensor(sample.advantages), mask), spec
+            )
+            partial_sum(outputs.losses, mask, aggregation).backward(retain_graph=True)
+    total = divisor(aggregation, sum(sample.trained_tokens for sample in kept), len(kept), 10)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()]) / total
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_o14_gradients_do_not_depend_on_the_micro_batch_size(aggregation: str) -> None:
+    policy, samples = small_policy(), batch_of(8)
+    whole = gradient(policy, samples, aggregation, 8)
+    for size in (1, 2, 4):
+        assert torch.linalg.vector_norm(gradient(policy, samples, aggregation, size) - whole) < 1e-5 * whole.norm()
+
+
+class FixedLogits(torch.nn.Module):
+    """A "model" that answers one row of logits everywhere."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self._logits = torch.tensor(logits)
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Tensor, use_cache: bool):  # type: ignore[no-untyped-def]
+        logits = self._logits.expand(len(input_ids), len(logits_to_keep), -1)
+        return type("Output", (), {"logits": logits})
+
+
+@pytest.mark.parametrize(
+    ("temperature", "logprob", "entropy"), [(1.0, -0.4076060, 0.832396), (0.5, -0.1429316, 0.441057)]
+)
+def test_o15_temperature_divides_the_logits(temperature: float, logprob: float, entropy: float) -> None:
+    batch = pad([(np.array([1], np.int32), np.array([0], np.int32))])
+    policy = Policy(FixedLogits([2.0, 1.0, 0.0]), autocast=False)
+    got, spread = policy(temperature=torch.tensor([temperature]), **to_device(batch, torch.device("cpu")))
+    assert got.item() == pytest.approx(logprob, abs=1e-5)
+    assert spread.item() == pytest.approx(entropy, abs=1e-5)
+
+
+def test_o15_ratio_is_one_when_both_sides_use_the_temperature() -> None:
+    policy = Policy(FixedLogits([2.0, 1.0, 0.0]), autocast=False)
+    batch = pad([(np.array([1], np.int32), np.array([0], np.int32))])
+    got, _ = policy(temperature=torch.tensor([0.5]), **to_device(batch, torch.device("cpu")))
+    assert math.exp(got.item() - -0.1429316) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_log_probs_of_a_padded_sequence_equal_those_of_the_sequence_alone() -> None:
+    policy, samples = small_policy(), batch_of(6)
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+
+    def log_probs(some: list[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+        batch = pad(some)
+        ones = torch.ones(len(batch.targets), dtype=torch.float64)
+        return policy(temperature=ones, **to_device(batch, torch.device("cpu")))[0]
+
+    alone = torch.cat([log_probs([pair]) for pair in pairs])
+    assert torch.allclose(log_probs(pairs), alone, atol=1e-5)
+    prompt, response = pairs[0]
+    ids = torch.tensor(np.concatenate([prompt, response]))[None].long()
+    logits = policy.model(input_ids=ids).logits.float().double()
+    direct = torch.log_softmax(logits, -1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    assert torch.allclose(alone[: len(response)], direct, atol=1e-5)

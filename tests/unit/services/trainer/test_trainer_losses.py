@@ -1,0 +1,156 @@
+"""Policy losses, KL terms and importance weights, against published numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nightshift.wire.errors import BadInputError
+from nightshift.wire.experience import LossSpec
+from services.trainer.checks import POLICY_LOSS_NAMES
+from services.trainer.losses import POLICY_LOSSES, LossInputs, importance_weight, kl_terms, policy_loss
+
+
+def tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def inputs(
+    logprobs: Tensor, behaviour: list[float], advantages: list[float], mask: list[int] | None = None, **more: Tensor
+) -> LossInputs:
+    kept = torch.tensor(mask if mask is not None else [1] * len(behaviour), dtype=torch.bool)
+    return LossInputs(logprobs, tensor(behaviour), tensor(advantages), kept, **more)
+
+
+def close(got: Tensor, want: list[float] | float, tolerance: float = 1e-6) -> None:
+    assert torch.allclose(
+        got.double(), tensor(want) if isinstance(want, list) else torch.tensor(want).double(), atol=tolerance, rtol=0
+    )
+
+
+def test_every_name_that_is_accepted_is_a_loss() -> None:
+    assert set(POLICY_LOSSES) == set(POLICY_LOSS_NAMES)
+
+
+def test_o11_ppo_clip() -> None:
+    logprobs = tensor([0.5, 1.1, 1.5, 0.5, 1.5]).log().requires_grad_()
+    outputs = policy_loss(inputs(logprobs, [0.0] * 5, [1, 1, 1, -1, -1]), LossSpec())
+    close(outputs.losses, [-0.5, -1.1, -1.2, 0.8, 1.5])
+    close(outputs.losses.mean(), -0.1)
+    outputs.losses.sum().backward()
+    close(logprobs.grad, [-0.5, -1.1, 0, 0, 1.5])
+    assert outputs.clipped.tolist() == [False, False, True, True, False]
+
+
+def test_o12_clip_higher() -> None:
+    logprobs = tensor([0.5, 1.1, 1.5, 0.5, 1.5]).log()
+    outputs = policy_loss(inputs(logprobs, [0.0] * 5, [1, 1, 1, -1, -1]), LossSpec(clip_high=0.28))
+    close(outputs.losses, [-0.5, -1.1, -1.28, 0.8, 1.5])
+
+
+def test_o12_dual_clip() -> None:
+    logprobs = tensor([5, 2, 0.1]).log()
+    spec = LossSpec(options={"dual_clip": 3.0})
+    close(policy_loss(inputs(logprobs, [0.0] * 3, [-1, -1, -1]), spec).losses, [3, 2, 0.8])
+
+
+def test_o16_truncated_weights_per_token() -> None:
+    logprobs = tensor([-1, -0.2, -3]).requires_grad_()
+    sample = inputs(logprobs, [-1.5, -0.4, -2], [1, 1, 1])
+    weight = importance_weight(sample, LossSpec(options={"importance_cap": 1.5}))
+    close(weight, [1.5, 1.221403, 0.367879])
+    assert not weight.requires_grad
+
+
+def test_o16_weight_is_of_the_old_trainer_not_the_current_one() -> None:
+    sample = inputs(tensor([-7, -7, -7]), [-1.5, -0.4, -2], [1, 1, 1], proximal=tensor([-1, -0.2, -3]))
+    close(importance_weight(sample, LossSpec(options={"importance_cap": 1.5})), [1.5, 1.221403, 0.367879])
+
+
+def test_o16_one_weight_per_sequence() -> None:
+    sample = inputs(tensor([-1, -0.2, -3]), [-1.5, -0.4, -2], [1, 1, 1])
+    close(importance_weight(sample, LossSpec(options={"sequence_importance_cap": 2.0})), [0.740818] * 3)
+    first_two = inputs(tensor([-1, -0.2, -3]), [-1.5, -0.4, -2], [1, 1, 1], mask=[1, 1, 0])
+    options = {"sequence_importance_cap": 2.0, "sequence_importance_mask": 1.0}
+    close(importance_weight(first_two, LossSpec(options=options)), [0.0] * 3)
+
+
+def test_o16_weights_are_refused_where_the_ratio_corrects_already() -> None:
+    with pytest.raises(BadInputError, match="ppo_clip_proximal"):
+        policy_loss(inputs(tensor([-1.0]), [-1.0], [1]), LossSpec(options={"importance_cap": 2.0}))
+
+
+def test_o17_gspo() -> None:
+    sample = inputs(tensor([-1, -1, -9]), [-1.2, -1.3, -1], [2, 2, 2], mask=[1, 1, 0])
+    outputs = policy_loss(sample, LossSpec(policy_loss="gspo"))
+    close(outputs.losses[:2], [-2.4, -2.4])
+    wide = policy_loss(sample, LossSpec(policy_loss="gspo", clip_high=9.0))
+    close(wide.losses[:2], [-2 * 1.2840254] * 2)
+
+
+def test_o18_a_clipped_token_still_learns_under_cispo() -> None:
+    logprobs = tensor([2, 0.5, 1]).log().requires_grad_()
+    sample = inputs(logprobs, [0.0] * 3, [1, -1, 0.5])
+    outputs = policy_loss(sample, LossSpec(policy_loss="cispo", clip_low=1.0, clip_high=0.28))
+    close(outputs.losses, [-0.887228, -0.346574 + 2 * 0.0, 0.0])
+    outputs.losses.sum().backward()
+    close(logprobs.grad, [-1.28, 0.5, -0.5])
+    logprobs.grad = None
+    policy_loss(sample, LossSpec(clip_high=0.28)).losses.sum().backward()
+    close(logprobs.grad, [0, 0, -0.5])
+
+
+def test_o19_three_policies_of_stale_data() -> None:
+    sample = inputs(tensor([-1, -0.5]), [-1.6, -0.9], [1, -1], proximal=tensor([-1.1, -1]))
+    close(policy_loss(sample, LossSpec(policy_loss="decoupled_ppo")).losses, [-1.822119, 1.491825])
+    close(policy_loss(sample, LossSpec(policy_loss="ppo_clip")).losses, [-1.2, 1.491825])
+    close(policy_loss(sample, LossSpec(policy_loss="ppo_clip_proximal")).losses, [-1.105171, 1.648721])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "terms"),
+    [("k1", [0.2, -0.5, 0]), ("k2", [0.02, 0.125, 0]), ("k3", [0.0187308, 0.1487213, 0])],
+)
+def test_o01_kl_terms(estimator: str, terms: list[float]) -> None:
+    got, clamped = kl_terms(tensor([-1, -2, -0.5]), tensor([-1.2, -1.5, -0.5]), estimator)
+    close(got, terms)
+    assert not clamped.any()
+
+
+def test_o01_a_wild_reference_stays_finite_and_is_counted() -> None:
+    logprobs = torch.tensor([-101.0], requires_grad=True)
+    terms, clamped = kl_terms(logprobs, torch.tensor([-1.0]), "k3")
+    terms.sum().backward()
+    assert terms.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+    assert clamped.tolist() == [True]
+    assert kl_terms(torch.tensor([-101.0]), torch.tensor([-1.0]), "k1")[0].item() == -100.0
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advantage: float) -> None:
+    logprobs = torch.tensor([-0.1, -200.0], requires_grad=True)
+    behaviour = torch.tensor([-200.0, -0.1])
+    sample = LossInputs(logprobs, behaviour, torch.full((2,), advantage), torch.ones(2, dtype=torch.bool))
+    losses = policy_loss(sample, LossSpec(policy_loss=name)).losses
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (LossSpec(policy_loss="ppo_klip"), "ppo_klip"),
+        (LossSpec(aggregation="mean"), "mean"),
+        (LossSpec(kl_estimator="k4"), "k4"),
+        (LossSpec(temperature=0.0), "temperature"),
+        (LossSpec(aggregation="constant_length"), "constant_length"),
+        (LossSpec(options={"dual_klip": 3.0}), "dual_klip"),
+    ],
+)
+def test_what_a_loss_does_not_know_is_refused_by_name(spec: LossSpec, named: str) -> None:
+    with pytest.raises(BadInputError, match=named):
+        policy_loss(inputs(tensor([-1.0]), [-1.0], [1]), spec)
