@@ -37,6 +37,7 @@ class Server:
         self.health = Health()
         self.running = 0
         self.initialised = False
+        self.error = ""  # why it was last left out
 
     @property
     def name(self) -> str:
@@ -310,6 +311,7 @@ class Fleet:
             )
 
     def _suspect(self, server: Server, error: NightshiftError) -> None:
+        server.error = error.message
         if server.health.suspect():
             self._events.append("role", role="rollout", state="suspect", detail=f"{server.name}: {error.message}")
 
@@ -323,7 +325,10 @@ class Fleet:
                     return min(usable, key=lambda server: server.running)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise RoleTimeoutError(f"no rollout server was usable for {self._away_s:g} s", role="rollout")
+                    causes = "; ".join(f"{server.name}: {server.error or 'no weights yet'}" for server in self.servers)
+                    raise RoleTimeoutError(
+                        f"no rollout server was usable for {self._away_s:g} s ({causes})", role="rollout"
+                    )
                 try:
                     await asyncio.wait_for(self._changed.wait(), left)
                 except TimeoutError:
@@ -363,6 +368,7 @@ class Fleet:
                     return
                 await self._bring(server)
         except NightshiftError as error:
+            server.error = error.message
             server.health.failed(time.monotonic())
             self._events.append("warning", role=error.role or "rollout", message=error.message)
             return

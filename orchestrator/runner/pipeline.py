@@ -274,8 +274,12 @@ class Pipeline:
             await self._notify()
 
     def _hopeless(self) -> bool:
-        """Whether as many groups failed in a row as a whole batch holds: waiting would not help."""
-        return len(self._state.failed_in_row) >= max(2, self._admission.batch)
+        """Whether waiting would not help: more groups failed in a row than a batch holds and than are running.
+
+        Groups that are refused fail faster than others are scored, so that a batch's worth of failures alone says
+        little while others run.
+        """
+        return len(self._state.failed_in_row) >= max(2, self._admission.batch, len(self._state.running))
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
