@@ -78,11 +78,12 @@ class Refused(Exception):
 class FakeEngine:
     """One server.
 
-    Faults of samples, by request id: ``503``, ``400``, ``drop`` (connection reset), ``hang``, ``late`` (answers after
-    ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
-    ``positive_logprob``, ``no_versions``, ``gap``, ``unknown_version``, ``bad_finish``, ``empty``, ``not_json``.
-    Faults of the other routes, by path: ``500``, ``hang``, ``noop`` (of /update_weights: success without an effect),
-    ``ignore_version`` (of /finish_weight_update).
+    ``faults`` of samples, by request id: ``503``, ``400``, ``drop`` (connection reset), ``hang``, ``late`` (answers
+    after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
+    ``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
+    ``bad_finish``, ``empty``, ``not_json``.
+    ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``noop`` (of /update_weights: success without an
+    effect), ``ignore_version`` (of /finish_weight_update).
 
     Args:
         store: folder of published weights.
@@ -103,6 +104,7 @@ class FakeEngine:
         self.token_s = token_s
         self.script = script
         self.faults = Faults()
+        self.route_faults = Faults()
         self.requests: list[Request] = []
         self.stale_cache_hits = 0
         self.starts = 0
@@ -215,18 +217,23 @@ class FakeEngine:
             paused=not self._go.is_set(),
         )
         self.requests.append(request)
-        fault = self.faults.take(request.request_id if request.is_sample else request.path, request)
+        if request.is_sample:
+            fault = self.faults.take(request.request_id, request)
+        else:
+            fault = self.route_faults.take(request.path, request)
         request.fault = fault.kind if fault else ""
         work = asyncio.create_task(self._answer(request, fault))
         gone = asyncio.create_task(_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not (fault and fault.kind == "late"):
-                request.disconnected = True
+            request.disconnected = not work.done()
+            if request.disconnected and not (fault and fault.kind == "late"):
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
                 return
             status, answer = await work
+        except asyncio.CancelledError:
+            return  # the process was killed
         finally:
             work.cancel()
             gone.cancel()
@@ -438,6 +445,9 @@ def _spoil(choice: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
             content[0]["logprob"] = None
         case "positive_logprob":
             content[0]["logprob"] = 0.3
+        case "zero_logprobs":
+            for entry in content:
+                entry["logprob"] = 0.0
         case "no_versions":
             choice["weight_versions"] = []
         case "gap":
@@ -445,6 +455,9 @@ def _spoil(choice: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
         case "unknown_version":
             for span in spans:
                 span["version"] = BASE_VERSION
+        case "null_version":
+            for span in spans:
+                span["version"] = None
         case "bad_finish":
             choice["finish_reason"] = "error"
     return choice
