@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nightshift.wire.errors import RoleError
+from services.agent import leftovers
+from services.rollout import keeper
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
+#: Programs without which a cluster is none.
+_VITAL = ("gcs_server", "raylet")
 
 
 class RayCluster:
@@ -36,6 +40,7 @@ class RayCluster:
         self._object_store_mib = object_store_mib
         self._environment = dict(environment)
         self._folder: Path | None = None
+        self._processes: dict[str, int] = {}
 
     def start(self) -> None:
         """Starts Ray.
@@ -46,7 +51,9 @@ class RayCluster:
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         # Short: the paths of its sockets may have 107 characters.
+        leftovers.remove_stale(Path(tempfile.gettempdir()), "ns-*")
         self._folder = Path(tempfile.mkdtemp(prefix="ns-"))
+        leftovers.mark(self._folder)
         paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.pop("RAY_ADDRESS", None)  # or it would join another cluster
         os.environ |= {
@@ -78,6 +85,12 @@ class RayCluster:
                 role="agent",
                 fix=f"See {self._logs}",
             ) from error
+        self._processes = {name: pid for pid in keeper.descendants(os.getpid()) if (name := _program(pid)) in _VITAL}
+
+    def failure(self) -> str:
+        """Why Ray cannot go on; empty where it can. Asks nothing of Ray, whose calls would wait for what is gone."""
+        dead = [name for name, pid in self._processes.items() if _program(pid) != name]
+        return f"Ray's process {dead[0]} has ended" if dead else ""
 
     def stop(self) -> None:
         """Ends Ray, keeps its logs in the run's folder, and removes its own folder. Harmless where it did not start."""
@@ -100,3 +113,12 @@ class RayCluster:
                 shutil.copytree(logs, self._logs, dirs_exist_ok=True, ignore=ignore, ignore_dangling_symlinks=True)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
+
+
+def _program(pid: int) -> str:
+    """Name of the program that a process runs; "" for one that has ended."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty for a zombie
+    except OSError:
+        return ""
+    return Path(os.fsdecode(command.split(b"\0")[0])).name

@@ -1,15 +1,21 @@
-"""Shared-memory files that killed processes of a run left behind."""
+"""What killed processes of a run left behind: shared-memory files, and folders of agents that are no more."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Names that DeepSpeed, PyTorch, NCCL and Python's multiprocessing give to their files.
 _PREFIXES = ("deepspeed_", "psm_", "torch_", "nccl-", "sem.mp-")
+
+#: In a folder that an agent made: its process id, the start of that process, by which a reused id is told apart, and
+#: the namespace that the id belongs to.
+_OWNER = ".owner"
+_NAMESPACE = str(Path("/proc/self/ns/pid").readlink())
 
 FileId = tuple[int, int]  # device and inode
 
@@ -57,6 +63,35 @@ def remove(before: Iterable[FileId]) -> list[str]:
             path.unlink()
             names.append(path.name)
     return names
+
+
+def mark(folder: Path) -> None:
+    """Says that a folder belongs to this process."""
+    (folder / _OWNER).write_text(_process(os.getpid()))
+
+
+def remove_stale(parent: Path, pattern: str) -> list[str]:
+    """Removes marked folders whose process has ended, as an agent that was killed leaves them; returns the names."""
+    names = []
+    for folder in sorted(parent.glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            owner = (folder / _OWNER).read_text()
+            # An owner of another namespace (a container that shares this folder) cannot be looked up from here.
+            if owner.endswith(f" {_NAMESPACE}") and owner != _process(int(owner.split()[0])):
+                shutil.rmtree(folder)
+                names.append(folder.name)
+    return names
+
+
+def _process(pid: int) -> str:
+    """A process as ``pid start namespace``, the start in clock ticks since boot; "" for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{pid} {fields[19]} {_NAMESPACE}"
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, FileId]]:

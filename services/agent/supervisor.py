@@ -165,11 +165,13 @@ class Supervisor:
                 role="trainer",
                 fix="Set resources.weight_store to a folder in memory",
             )
+        leftovers.remove_stale(parent, "nightshift-*")
         machine.check_store_room(spec, parent)
         self._store = parent / f"nightshift-{self._run_id}"
         # A folder of this run that is there already is that of an agent that was killed: its files are of no use.
         shutil.rmtree(self._store, ignore_errors=True)
         self._store.mkdir(mode=0o700)
+        leftovers.mark(self._store)
         return self._store
 
     def _start_scorers(self, spec: JobSpec, port: int) -> None:
@@ -210,6 +212,8 @@ class Supervisor:
             if self._rollout is not None and self._rollout.tick(time.monotonic()):
                 self._write_addresses()
             self._role = "agent"
+            if self._cluster and (cause := self._cluster.failure()):
+                raise RoleError(cause, role="agent", fix="See logs/ray in the run's folder")
             self._watch.check()
             self._wake.wait(_POLL_S)
             self._wake.clear()

@@ -104,6 +104,9 @@ class FakeParts(Parts):
                     time.sleep(600)
                 parts.log("ray started")
 
+            def failure(self):
+                return "Ray's process raylet has ended" if (parts.run_dir / "ray_dead").exists() else ""
+
             def stop(self):
                 parts.log("ray stopped")
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import uuid
+from pathlib import Path
 
 from services.agent import leftovers
 
@@ -41,3 +42,30 @@ def test_a_file_that_a_process_has_mapped_or_open_is_in_use():
 
 def test_an_absent_folder_holds_nothing(tmp_path):
     assert leftovers.snapshot(tmp_path / "absent") == set()
+
+
+def test_only_folders_of_ended_processes_are_stale(tmp_path):
+    here = Path("/proc/self/ns/pid").readlink()
+    owners = {
+        "ns-dead": f"1 0 {here}",
+        "ns-reused": f"{os.getpid()} 1 {here}",
+        "ns-elsewhere": "1 0 pid:[1]",
+        "ns-odd": "what",
+        "other": f"1 0 {here}",
+    }
+    for name, owner in owners.items():
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / ".owner").write_text(owner)
+    (tmp_path / "ns-unmarked").mkdir()
+    (tmp_path / "ns-mine").mkdir()
+    leftovers.mark(tmp_path / "ns-mine")
+    (tmp_path / "ns-link").symlink_to(tmp_path / "other")
+    assert leftovers.remove_stale(tmp_path, "ns-*") == ["ns-dead", "ns-reused"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "ns-elsewhere",
+        "ns-link",
+        "ns-mine",
+        "ns-odd",
+        "ns-unmarked",
+        "other",
+    ]

@@ -24,7 +24,9 @@ class Agent:
         self.run_dir = folder / "run-1"
         self.run_dir.mkdir()
         self.store = folder / "shm" / "nightshift-run-1"
-        self.store.parent.mkdir()
+        dead = self.store.parent / "nightshift-dead"
+        dead.mkdir(parents=True)
+        (dead / ".owner").write_text(f"1 0 {Path('/proc/self/ns/pid').readlink()}")
         job = {
             "name": "t",
             "model": {"path": "/no/model"},
@@ -187,6 +189,24 @@ def test_a_replaced_scorer_is_told_and_a_lost_one_fails_the_run(agent):
     (run.run_dir / "scorer_state").write_text('["failed", "gone"]')
     assert run.wait() == 1
     assert run.failure()[:2] == ("reward", "reward-f is gone from Serve: gone")
+
+
+def test_the_end_of_ray_fails_the_run(agent):
+    run = agent()
+    run.until_event("agent", "ready")
+    (run.run_dir / "ray_dead").touch()
+    assert run.wait() == 1
+    assert run.failure()[:2] == ("agent", "Ray's process raylet has ended")
+    assert run.nothing_left([])
+
+
+def test_the_store_of_an_agent_that_was_killed_goes_with_the_next_start(agent):
+    run = agent()
+    dead = run.store.parent / "nightshift-dead"
+    run.until_event("agent", "ready")
+    assert not dead.exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
 
 
 def test_a_part_that_cannot_be_ended_does_not_keep_the_rest_alive(agent):
