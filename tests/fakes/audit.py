@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from nightshift.wire.version import Lineage, PolicyVersion
+from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.store.state import StateStore
 from tests.fakes.run import FakeRun
 from tests.fakes.trainer import Update
@@ -27,9 +27,8 @@ def balance(run: FakeRun) -> dict[str, int]:
 
 def final_lineage(run: FakeRun) -> Lineage:
     """Lineage of the newest checkpoint's weights."""
-    folders = (run.run_dir / "checkpoints" / "trainer").glob("global_step_*")
-    newest = max(folders, key=lambda folder: int(folder.name.rsplit("_", 1)[-1]))
-    manifest: dict[str, Any] = json.loads((newest / "manifest.json").read_text())
+    checkpoints = Checkpoints(run.run_dir)
+    manifest = checkpoints.manifest(checkpoints.committed()[-1])
     branches = tuple((number, step) for number, step in manifest["branches"])
     return Lineage(manifest["run_id"], manifest["lineage"], branches)
 

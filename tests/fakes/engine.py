@@ -82,8 +82,8 @@ class FakeEngine:
     after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
     ``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
     ``bad_finish``, ``empty``, ``not_json``.
-    ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``noop`` (of /update_weights: success without an
-    effect), ``ignore_version`` (of /finish_weight_update).
+    ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
+    without an effect), ``ignore_version`` (of /finish_weight_update).
 
     Args:
         store: folder of published weights.
@@ -268,6 +268,8 @@ class FakeEngine:
                 raise Refused(int(fault.kind), f"planned {fault.kind}")
             if path == GENERATE:
                 return 200, await (self._generate(request, fault) if request.is_sample else self._score(request))
+            if fault and fault.kind == "slow":
+                await asyncio.sleep(fault.delay)
             return 200, await self._route(path, request, fault)
         except Refused as refused:
             return refused.status, {"error": {"message": str(refused), "code": refused.status}}

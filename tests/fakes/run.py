@@ -197,6 +197,11 @@ class FakeRun:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if line["kind"] == kind]
 
+    def manifest(self, step: int) -> dict[str, Any]:
+        """Manifest of a checkpoint."""
+        folder = self.run_dir / "checkpoints" / "trainer" / f"global_step_{step}"
+        return dict(json.loads((folder / "manifest.json").read_text()))
+
     def rollouts(self) -> list[dict[str, Any]]:
         """Stored samples, by step."""
         files = sorted((self.run_dir / "rollouts").glob("*.parquet"))
