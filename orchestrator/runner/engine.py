@@ -17,6 +17,7 @@ from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP,
 #: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
 _ROUNDING = 1e-4
 _ADMIN_TIMEOUT_S = 60.0
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 GENERATE = "/inference/v1/generate"
 
 
@@ -88,6 +89,8 @@ class Engine:
             base_url=address.url,
             headers={"Authorization": f"Bearer {address.token}"},
             timeout=httpx.Timeout(request_timeout_s, connect=5.0, pool=None),
+            # A proxy of the environment is meant for the outside, and cannot reach this machine's loopback.
+            trust_env=httpx.URL(address.url).host not in _LOOPBACK,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
 

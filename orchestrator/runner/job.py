@@ -228,17 +228,24 @@ class Job:
 
     def _where(self, store: StateStore, checkpoints: Checkpoints, resume: bool) -> Resume:
         known, records = store.load(self.run_id)
+        committed = checkpoints.committed()
+        manifest = checkpoints.manifest(committed[-1]) if committed else None
+        if manifest is not None and len(records) < manifest["issued"]:
+            raise BadInputError(
+                f"the database knows {len(records)} prompt groups of this run, its checkpoint of step {committed[-1]} "
+                f"{manifest['issued']}: with it, groups would be trained twice",
+                role="job",
+                fix="Restore the run's state.db, or the database that NIGHTSHIFT_DATABASE_URL names",
+            )
         if known is None:
             return Resume(Lineage(self.run_id), _job_trace_id(), 0, "", [])
         if not resume:
             raise BadInputError(f"{self.run_dir} holds a run already", role="job", fix="Give --resume to go on with it")
         for folder in checkpoints.broken():
             self.events.append("warning", role="job", message=f"{folder} was never completed and is not used")
-        committed = checkpoints.committed()
         step = committed[-1] if committed else 0
         state_dir = str(checkpoints.state_dir(step)) if committed else ""
         lineage = known.lineage.branch(known.lineage.number + 1, step)
-        manifest = checkpoints.manifest(step) if committed else None
         return Resume(lineage, known.job_trace_id, step, state_dir, records, manifest)
 
     async def _take_up(
@@ -272,26 +279,28 @@ class Job:
     ) -> tuple[list[tuple[str, float, ScorerClient]], ScorerClient | None]:
         scorers, pipeline = self.spec.scorers, self.spec.pipeline
 
-        def client(role: str, address: ScorerAddress, timeout_s: float) -> ScorerClient:
+        def client(role: str, address: ScorerAddress, sample_s: float = 0.0) -> ScorerClient:
             return ScorerClient(
                 role,
                 address.url,
                 address.application,
                 run_id=self.run_id,
                 job_trace_id=job_trace_id,
-                timeout_s=timeout_s,
+                timeout_s=scorers.timeout_s,
+                sample_s=sample_s,
                 away_s=pipeline.role_timeout_s,
-                batch_samples=scorers.batch_samples,
+                # Which groups fall into one call is a matter of timing, and the shape of a batch moves the last bits.
+                batch_samples=1 if pipeline.deterministic else scorers.batch_samples,
                 batch_wait_s=scorers.batch_wait_ms / 1000,
             )
 
-        # A reward ends its batch within its own limit and some seconds; the rest is for the queue before it.
+        # Samples that hang are replaced within their limit; steadily slow ones may take it one after the other.
         rewards = [
-            (address.name, reward.weight, client("reward", address, reward.timeout_s + scorers.timeout_s))
+            (address.name, reward.weight, client("reward", address, reward.timeout_s))
             for address, reward in zip(services.rewards, self.spec.rewards, strict=True)
         ]
         reference = services.reference
-        return rewards, client("reference", reference, scorers.timeout_s) if reference else None
+        return rewards, client("reference", reference) if reference else None
 
     async def _check_roles(
         self,

@@ -15,6 +15,7 @@ from nightshift.wire.errors import RoleError, RoleTimeoutError, WireError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_SHORT_S = 30.0
 #: Codes after which the call may be made again: the scorer restarts, or its queue is full.
 _AGAIN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL})
 
@@ -43,6 +44,7 @@ class ScorerClient:
         url: ``grpc://host:port``.
         application: the deployment behind the ingress.
         timeout_s: deadline of one attempt.
+        sample_s: added to the deadline for each sample of a call: a reward function may take its limit for each.
         away_s: how long the scorer may be away before the call fails.
         batch_samples: most samples in one call; a single group may exceed it.
         batch_wait_s: how long a call waits for further groups.
@@ -58,6 +60,7 @@ class ScorerClient:
         job_trace_id: str,
         timeout_s: float,
         away_s: float,
+        sample_s: float = 0.0,
         batch_samples: int = 32,
         batch_wait_s: float = 0.02,
     ) -> None:
@@ -66,6 +69,7 @@ class ScorerClient:
         self._run_id = run_id
         self._job_trace_id = job_trace_id
         self._timeout_s = timeout_s
+        self._sample_s = sample_s
         self._away_s = away_s
         self._batch_samples = batch_samples
         self._batch_wait_s = batch_wait_s
@@ -99,7 +103,7 @@ class ScorerClient:
         """
         request = scorer_pb2.DescribeRequest(context=self._context(""))
         answer: scorer_pb2.DescribeResponse = await self._retry(
-            lambda: self._stub.Describe(request, timeout=30.0, metadata=self._metadata)
+            lambda: self._stub.Describe(request, timeout=_SHORT_S, metadata=self._metadata), _SHORT_S
         )
         return answer
 
@@ -137,7 +141,10 @@ class ScorerClient:
             metadata: tuple[tuple[str, str], ...] = self._metadata
             if calls[0].traceparent:
                 metadata = (*metadata, ("traceparent", calls[0].traceparent))
-            response = await self._retry(lambda: self._stub.Score(request, timeout=self._timeout_s, metadata=metadata))
+            timeout_s = self._timeout_s + self._sample_s * len(samples)
+            response = await self._retry(
+                lambda: self._stub.Score(request, timeout=timeout_s, metadata=metadata), timeout_s
+            )
             try:
                 results = self._check(codec.unpack(response.results), samples)
             except WireError as error:
@@ -167,7 +174,7 @@ class ScorerClient:
             )
         return list(results)
 
-    async def _retry(self, call: Any) -> Any:
+    async def _retry(self, call: Any, timeout_s: float) -> Any:
         deadline = time.monotonic() + self._away_s
         pause = 0.2
         while True:
@@ -177,7 +184,9 @@ class ScorerClient:
                 code, detail = error.code(), (error.details() or "").strip().splitlines()
                 cause = detail[0] if detail else code.name
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise RoleTimeoutError(f"no answer within {self._timeout_s:g} s", role=self.role) from error
+                    raise RoleTimeoutError(
+                        f"{self._url} did not answer within {timeout_s:g} s", role=self.role
+                    ) from error
                 if code not in _AGAIN:
                     raise RoleError(f"{self._url} refused the call ({code.name}): {cause}", role=self.role) from error
                 if time.monotonic() + pause > deadline:

@@ -1,0 +1,92 @@
+"""``pipeline.deterministic``: two runs give the same bits, and those of a plain loop; every role leaves its mark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.fixtures.tiny_model import build_tiny_model
+from tests.integration.run.jobs import ROOT, Finished, leftovers, run, write_job
+
+pytestmark = pytest.mark.integration
+
+STEPS = 3
+_LOOP = """
+import sys
+from pathlib import Path
+from nightshift.config.load import load_job
+from tests.integration.run.sequential import train
+print(train(load_job(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run(write_job(tmp_path_factory.mktemp("first"), model))
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_weights_change_at_all(first: Finished, model: Path) -> None:
+    assert not same_bits(first.weights(STEPS), model / "model.safetensors")
+
+
+def test_two_runs_give_the_same_bits(first: Finished, model: Path, tmp_path: Path) -> None:
+    second = run(write_job(tmp_path, model))
+    assert second.code == 0, second.output
+    assert same_bits(first.weights(STEPS), second.weights(STEPS))
+    assert [m["reward/mean"] for m in first.metrics()] == [m["reward/mean"] for m in second.metrics()]
+
+
+def test_a_plain_loop_gives_the_same_bits(first: Finished, model: Path, tmp_path: Path) -> None:
+    # In a process of its own: DeepSpeed's group would stay in this one.
+    command = [sys.executable, "-c", _LOOP, str(write_job(tmp_path, model)), str(tmp_path / "loop")]
+    loop = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert loop.returncode == 0, loop.stdout[-2000:] + loop.stderr[-4000:]
+    assert same_bits(first.weights(STEPS), tmp_path / "loop" / "export" / "model.safetensors")
+
+
+def test_o32_the_first_step_is_on_policy(first: Finished) -> None:
+    step = first.metrics()[0]
+    assert step["log_ratio/abs_mean"] < 1e-4
+    assert step["clip_fraction"] == 0
+    assert step["staleness/max"] == 0
+
+
+def test_nothing_is_left(first: Finished) -> None:
+    assert leftovers(first.folder.name) == []
+    assert [event for event in first.of_kind("warning") if "left" in event["message"]] == []
+
+
+@pytest.mark.parametrize("part", ["reward", "reference"])
+def test_a_role_that_answers_otherwise_changes_the_run(first: Finished, model: Path, tmp_path: Path, part: str) -> None:
+    if part == "reward":
+        job = write_job(tmp_path, model, rewards=[{"function": "reward.py:inverted", "timeout_s": 5}])
+    else:
+        other = build_tiny_model(tmp_path / "other", seed=5)
+        job = write_job(tmp_path, model, scorers={"reference": {"model": str(other)}})
+    changed = run(job, "trainer.total_steps=1")
+    assert changed.code == 0, changed.output
+    assert not same_bits(first.weights(STEPS), changed.weights(1))
+    before, after = first.metrics()[0], changed.metrics()[0]
+    if part == "reward":
+        assert after["reward/mean"] == pytest.approx(1 - before["reward/mean"])
+    else:
+        # The same model as policy and reference starts at a distance of 0.
+        assert before["kl"] < 1e-6 < after["kl"]
