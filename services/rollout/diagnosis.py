@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)): (.+)$")
+#: What pydantic writes below "1 validation error for ...", which tells nothing.
+_VALIDATION_LINE = re.compile(r"(?:^|\s)((?:Value|Assertion) error), (.+?)(?: \[type=.*)?$")
 #: Errors that only say that another one happened.
 _ECHOES = ("Engine core initialization failed", "See root cause above", "Failed core proc", "WorkerProc initialization")
 _SHOWN = 300
@@ -46,7 +48,7 @@ def _root_error(log: str) -> str:
     """The last error in the log that is not the echo of another one."""
     found = ""
     for line in log.splitlines():
-        match = _ERROR_LINE.search(line.rstrip())
+        match = _ERROR_LINE.search(line.rstrip()) or _VALIDATION_LINE.search(line.rstrip())
         if match and not any(echo in line for echo in _ECHOES):
-            found = f"{match[1]}: {match[2]}"[:_SHOWN]
+            found = f"{match[1].rpartition('.')[2]}: {match[2]}"[:_SHOWN]
     return found

@@ -83,6 +83,7 @@ def _wait_gone(seconds: float) -> bool:
             return False
         _reap()
         time.sleep(0.05)
+    _reap()  # or they would stay in the process table until this process has ended too
     return True
 
 

@@ -42,3 +42,12 @@ def test_the_root_error_is_named_and_not_its_echo():
 
 def test_a_long_error_is_cut():
     assert len(diagnose("ValueError: " + "x" * 5000, 1, 1)[0]) <= 300
+
+
+def test_the_lines_below_a_validation_error_are_what_it_says():
+    log = (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len (9) is greater than 8. [type=value_error, input_value=Args(1)]\n"
+        "    For further information visit a page\n"
+    )
+    assert diagnose(log, 1, 1)[0] == "Value error: max_model_len (9) is greater than 8."
