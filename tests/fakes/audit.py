@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections import Counter, defaultdict
 
 import numpy as np
 
+from nightshift.wire.experience import Sample
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.store.state import StateStore
+from tests.fakes.engine import Request
 from tests.fakes.run import FakeRun
 from tests.fakes.trainer import Update
 
@@ -54,7 +55,9 @@ def audit(run: FakeRun, *, steps: int, staleness: int | None, weights: bool = Tr
     updates = final_updates(run)
     assert [update.step for update in updates] == list(range(1, steps + 1))
     assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1))
-    asked = {request.request_id: request for engine in run.engines for request in engine.samples}
+    asked: dict[str, list[Request]] = defaultdict(list)  # by sample
+    for request in run.samples():
+        asked[request.request_id.rpartition(".")[0]].append(request)
     trained: set[str] = set()
     for update in updates:
         slots = Counter(sample.group_id for sample in update.samples)
@@ -77,8 +80,10 @@ def audit(run: FakeRun, *, steps: int, staleness: int | None, weights: bool = Tr
         np.testing.assert_array_equal(updates[-1].weights, run.trainer.weights)
 
 
-def _check_sample(run: FakeRun, sample: Any, asked: dict[str, Any], update: Update, staleness: int | None) -> None:
-    sources = [r for name, r in asked.items() if name.rpartition(".")[0] == f"{run.run_dir.name}.{sample.sample_id}"]
+def _check_sample(
+    run: FakeRun, sample: Sample, asked: dict[str, list[Request]], update: Update, staleness: int | None
+) -> None:
+    sources = asked[f"{run.run_dir.name}.{sample.sample_id}"]
     assert any(request.tokens == sample.response_ids.tolist() for request in sources), "trained ids were never sampled"
     assert sources[0].prompt_ids == sample.prompt_ids.tolist()
     assert len(sample.logprobs) == len(sample.response_ids) == len(sample.loss_mask)
