@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from nightshift.wire import codec
 from nightshift.wire.errors import RoleError, RoleTimeoutError, WireError
@@ -201,14 +202,17 @@ class ScorerClient:
 
 
 def require_ids(result: dict[str, Any], sample: dict[str, Any], role: str) -> None:
-    """Checks that a sequence result belongs to the sampled tokens.
+    """Checks that a sequence result belongs to the sampled tokens and can be used.
 
     Raises:
-        WireError: the number of values, or the echoed ids, differ from the response's.
+        WireError: the number of values, or the echoed ids, differ from the response's, or a value is no finite number.
     """
     tokens = len(sample["response_ids"])
-    if len(result["logprobs"]) != tokens:
-        raise WireError(f"{len(result['logprobs'])} log-probs for {tokens} tokens of {sample['id']}", role=role)
+    values = np.asarray(result.get("logprobs", ()))
+    if values.shape != (tokens,):
+        raise WireError(f"{values.size} log-probs for {tokens} tokens of {sample['id']}", role=role)
+    if values.dtype.kind not in "fiu" or not np.isfinite(values).all():
+        raise WireError(f"a log-prob of {sample['id']} is no finite number", role=role)
     echoed = result.get("token_ids")
     if echoed is not None and list(echoed) != list(sample["response_ids"]):
         raise WireError(f"log-probs of other tokens than those of {sample['id']}", role=role)
