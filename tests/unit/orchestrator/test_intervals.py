@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def cells(parts: list[tuple[int, int]]) -> set[int]:
 def test_union_covers_the_same_time_without_overlap(parts: list[tuple[int, int]]) -> None:
     merged = union(parts)
     assert length(parts) == len(cells(parts))
-    assert all(before[1] < after[0] for before, after in zip(merged, merged[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))
 
 
 @given(intervals, intervals)

@@ -1,0 +1,90 @@
+"""What a run keeps in its folder: experience of finished groups, metrics, stored rollouts, state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from sqlalchemy.exc import IntegrityError
+
+from nightshift.wire.version import Lineage
+from orchestrator.runner.ledger import GroupRecord, GroupState
+from orchestrator.runner.rollouts import drop_rollouts_after, write_rollouts
+from orchestrator.runner.spool import Spool
+from orchestrator.runner.tracking import Tracking
+from orchestrator.store.state import RunState, StateStore
+from tests.fixtures.samples import make_sample
+
+
+def test_a_kept_group_comes_back_as_it_was(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool")
+    sample = make_sample("g7.0", logprobs=[-0.1, -0.2], ref_logprobs=[-0.3, -0.4], reward=0.5)
+    spool.put(7, [sample])
+    (back,) = spool.get(7) or []
+    assert back.logprobs.tobytes() == sample.logprobs.tobytes()
+    assert back.response_ids.tolist() == sample.response_ids.tolist()
+    assert (back.reward, back.versions) == (0.5, sample.versions)
+    assert spool.indices() == [7]
+    spool.remove([7, 8])
+    assert spool.get(7) is None
+
+
+def test_a_group_that_is_not_whole_is_none(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.put(1, [make_sample("g1.0")])
+    path = tmp_path / "1.msgpack"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert spool.get(1) is None
+
+
+def test_o45_going_back_removes_the_lines_of_later_steps(tmp_path: Path) -> None:
+    tracking = Tracking(tmp_path, tensorboard=False)
+    tracking.drop_after(0)
+    for step in (1, 2, 3):
+        tracking.log(step, {"reward/mean": 0.5, "loss": float("nan")})
+    tracking.log(2, {"eval/score": 1.0}, kind="evaluation")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ki')  # killed while it wrote
+    assert tracking.logged("train") == {1, 2, 3}
+    tracking.drop_after(2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in lines] == [(1, "train"), (2, "train"), (2, "evaluation")]
+    assert lines[0]["metrics"] == {"reward/mean": 0.5, "loss": None}
+    assert tracking.logged("evaluation") == {2}
+
+
+def test_rollouts_of_later_steps_go_with_them(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        write_rollouts(tmp_path, step, [{"step": step, "sample_id": "g0.0"}])
+    drop_rollouts_after(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.parquet", "step_000002.parquet"]
+    assert pq.read_table(tmp_path / "step_000002.parquet").to_pylist()[0]["sample_id"] == "g0.0"
+
+
+def make_store(tmp_path: Path) -> StateStore:
+    return StateStore(f"sqlite:///{tmp_path / 'state.db'}")
+
+
+def test_groups_and_lineage_survive_the_process(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    lineage = Lineage("run", 2, ((0, 7), (1, 9)))
+    records = [GroupRecord(index, index % 3, 0, f"{index:032x}") for index in range(4)]
+    store.save_run(RunState(lineage, "f" * 32, "running"))
+    store.save_groups("run", records)
+    trained = GroupRecord(1, 1, 0, f"{1:032x}", GroupState.TRAINED, 3, 2, "", "run/1/1", "run/1/2")
+    store.save_groups("run", [trained])
+    store.close()
+    state, found = make_store(tmp_path).load("run")
+    assert state == RunState(lineage, "f" * 32, "running")
+    assert found == [records[0], trained, *records[2:]]
+    assert make_store(tmp_path).load("other") == (None, [])
+
+
+def test_groups_are_written_all_or_none(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_groups("run", [GroupRecord(0, 0, 0, "a" * 32)])
+    with pytest.raises(IntegrityError):
+        store.save_groups("run", [GroupRecord(1, 0, 0, "b" * 32), GroupRecord(1, 0, 0, "c" * 32)])
+    assert [record.index for record in store.load("run")[1]] == [0]
