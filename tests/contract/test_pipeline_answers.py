@@ -226,11 +226,13 @@ async def test_o48_results_for_other_samples_are_rejected(tmp_path: Path, applic
         assert not run.updates
 
 
-async def test_a_reference_that_scores_other_tokens_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "cause"), [("short", "log-probs for"), ("nan", "is no finite number")])
+async def test_log_probs_of_the_reference_that_do_not_fit_are_rejected(tmp_path: Path, fault: str, cause: str) -> None:
     async with FakeRun(tmp_path, prompts=8) as run:
-        run.scorers.faults.plan("short", "reference", times=None)
+        run.scorers.faults.plan(fault, "reference", times=None)
         assert await run.run() == 1
         assert "[reference]" in run.error()
+        assert cause in run.error()
 
 
 async def test_one_wrong_answer_of_a_scorer_costs_its_group_and_not_the_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 
 from nightshift.wire import codec
 from nightshift.wire.v1 import scorer_pb2, scorer_pb2_grpc
@@ -48,7 +49,7 @@ class FakeScorers(scorer_pb2_grpc.ScorerServiceServicer):
 
     Faults by application: ``unavailable``, ``internal``, ``refuse``, ``slow`` (``delay``), ``hang``, ``count`` (one
     result too few), ``order`` (reversed), ``garbage``, ``unscored`` (the first sample of the call), ``not_finite``,
-    ``short`` (reference: one value too few).
+    ``short`` (reference: one value too few), ``nan`` (reference).
 
     Attributes:
         reward: score of a sample, from the map of RewardInput.
@@ -143,4 +144,6 @@ def _spoil(results: Results, fault: str) -> Results:
             results[0]["score"] = float("nan")
         case "short":
             results[0]["logprobs"] = results[0]["logprobs"][:-1]
+        case "nan":
+            results[0]["logprobs"] = results[0]["logprobs"] * np.float32("nan")
     return results
