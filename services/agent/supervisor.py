@@ -270,9 +270,10 @@ class Supervisor:
             rollout = Background("the vLLM server", self._rollout.stop)
             rollout.start()
         steps: list[tuple[str, Callable[[], object], float]] = []
-        if self._trainer:
+        ray_answers = self._cluster is not None and not self._cluster.failure()
+        if self._trainer and ray_answers:
             steps.append(("the trainer", self._trainer.stop, _TRAINER_STOP_S))
-        if self._deployed and self._applications():
+        if self._deployed and ray_answers and self._applications():
             steps.append(("the scorers", self._parts.undeploy, _SCORERS_STOP_S))
         if self._cluster:
             steps.append(("Ray", self._cluster.stop, _RAY_STOP_S))
