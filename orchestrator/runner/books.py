@@ -33,6 +33,8 @@ class Books:
         self._away_s = away_s
         # One thread: SQLite connections stay in it, and writes keep their order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state")
+        self._unsaved: dict[int, GroupRecord] = {}
+        self._saving = asyncio.Lock()
 
     async def issue(self, record: GroupRecord) -> None:
         """Enters a new group."""
@@ -53,6 +55,17 @@ class Books:
         await self._write(self.ledger.roll_back(step, ready))
         self.ledger.check()
 
+    async def flush(self) -> None:
+        """Writes what a caller that was cancelled left unwritten: a commit must never know more than the database."""
+        async with self._saving:
+            records = list(self._unsaved.values())
+            if not records:
+                return
+            await self._do(lambda: self._store.save_groups(self._run_id, records))
+            for record in records:
+                if self._unsaved.get(record.index) is record:
+                    del self._unsaved[record.index]
+
     async def save_run(self, lineage: Lineage, job_trace_id: str, state: str) -> None:
         """Writes the run's own row."""
         await self._do(lambda: self._store.save_run(RunState(lineage, job_trace_id, state)))
@@ -63,14 +76,16 @@ class Books:
         self._store.close()
 
     async def _write(self, records: list[GroupRecord]) -> None:
-        await self._do(lambda: self._store.save_groups(self._run_id, records))
+        self._unsaved.update((record.index, record) for record in records)
+        await self.flush()
 
     async def _do(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + self._away_s, 0.2
         while True:
             try:
-                return await loop.run_in_executor(self._thread, work)
+                # Shielded: what was handed to the thread is written even where the caller is cancelled.
+                return await asyncio.shield(loop.run_in_executor(self._thread, work))
             except OperationalError as error:
                 cause = str(error.orig)
                 if loop.time() + pause > deadline:

@@ -202,6 +202,7 @@ class Stepper:
         if self._committed == self.step:
             return
         self.doing = f"saving step {self.step}"
+        await self._books.flush()
         manifest = {
             "run_id": self.lineage.run,
             "lineage": self.lineage.number,
