@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LETTERS = "bdfhkmprtwy"
 
 
-def write_job(folder: Path, model: Path, **overrides: Any) -> Path:
+def write_job(folder: Path, model: Path, /, **overrides: Any) -> Path:
     """Writes a job file of three deterministic steps, its data and its reward; sections are merged."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text((Path(__file__).parent / "reward.py").read_text())
@@ -97,15 +97,18 @@ class Running:
             command, cwd=job.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    def events(self) -> list[dict[str, Any]]:
+        """Its events so far."""
+        path = self.folder / "events.jsonl"
+        return list(read_events(path)) if path.exists() else []
+
     def wait_for(self, kind: str, timeout_s: float = 240, **fields: Any) -> dict[str, Any]:
         """Waits for an event with these fields; the run must not end before."""
         deadline = time.monotonic() + timeout_s
-        path = self.folder / "events.jsonl"
         while time.monotonic() < deadline:
-            if path.exists():
-                for event in read_events(path):
-                    if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items()):
-                        return event
+            for event in self.events():
+                if event["kind"] == kind and all(event.get(name) == value for name, value in fields.items()):
+                    return event
             if self.process.poll() is not None:
                 break
             time.sleep(0.2)
