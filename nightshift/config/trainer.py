@@ -56,6 +56,9 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about 1.4 times the time."""
 
+    share_prompts: bool = True
+    """Samples of one micro-batch with the same prompt compute it once; the metric ``positions`` counts what was."""
+
     seed: int = Field(default=0, ge=0)
     """Seed of the run: prompt order, sampling, initialisation."""
 

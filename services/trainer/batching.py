@@ -1,7 +1,9 @@
 """From samples to padded micro-batches of token ids, in numpy.
 
-Sequences are padded on the right only. Under a causal mask no real token sees the padding, so that neither an attention
-mask nor position ids are needed, and the values equal those of an unpadded sequence.
+A row of a batch holds one prompt and one or more responses to it: the samples of a prompt group then pay for their
+prompt once, which is most of the work where answers are short. Each response sees the prompt and itself, at the
+positions that it would have alone, so that values equal those of separate sequences up to rounding. Rows are padded on
+the right, where no real token looks.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from nightshift.wire.experience import Sample
 
 T = TypeVar("T")
 Longs = NDArray[np.int64]
+Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """B sequences padded to length L, and where their N response tokens are predicted.
+    """B rows of length L, and where the N response tokens of all sequences are predicted.
 
-    Logits are wanted only at the columns ``keep`` (K of them), from the first one that predicts a response token
-    to the last one.
+    Logits are wanted only at the columns ``keep`` (K of them), from the first one that predicts a response token to the
+    last one. The last token of a response predicts nothing and is left out of the input.
     """
 
     input_ids: Longs  # [B, L]
@@ -34,36 +37,49 @@ class PaddedBatch:
     columns: Longs  # [N] index into ``keep`` of the position that predicts it
     targets: Longs  # [N] its id
     sizes: list[int]  # response tokens of each sequence, N in all
+    position_ids: Longs | None  # [B, L]; None: plain sequences, one in each row
+    visible: NDArray[np.bool_] | None  # [B, L, L], true where the row's token i sees token j; None: causal
 
 
-def pad(pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], multiple: int = 1) -> PaddedBatch:
-    """Pads sequences given as (prompt ids, response ids); a prompt has at least one id.
+def pad(pairs: Sequence[Pair], share: bool = False) -> PaddedBatch:
+    """Lays sequences given as (prompt ids, response ids) out in rows; a prompt has at least one id.
 
     Args:
-        pairs: B pairs of int32 arrays [P] and [T].
-        multiple: the padded length is rounded up to it.
+        pairs: int32 arrays [P] and [T].
+        share: neighbours with the same prompt share a row.
     """
-    longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    length = -(-longest // multiple) * multiple
-    input_ids = np.zeros((len(pairs), length), dtype=np.int64)
-    rows, positions, targets = [], [], []
-    for row, (prompt, response) in enumerate(pairs):
-        end = len(prompt) + len(response)
-        input_ids[row, : len(prompt)] = prompt
-        input_ids[row, len(prompt) : end] = response
-        rows.append(np.full(len(response), row, dtype=np.int64))
-        # The token at position p is predicted by the logits at p - 1.
-        positions.append(np.arange(len(prompt) - 1, end - 1, dtype=np.int64))
-        targets.append(response.astype(np.int64))
-    position = np.concatenate(positions)
-    first, last = (int(position.min()), int(position.max())) if len(position) else (0, 0)
+    groups = _group(pairs) if share else [(prompt, [response]) for prompt, response in pairs]
+    shared = any(len(responses) > 1 for _, responses in groups)
+    lengths = [len(prompt) + sum(max(0, len(r) - 1) for r in responses) for prompt, responses in groups]
+    shape = (len(groups), max(lengths))
+    input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    segments = np.full(shape, -1, np.int64)  # 0: prompt, then 1, 2, ...: responses; -1: padding
+    rows, predictors, targets = [], [], []
+    for row, (prompt, responses) in enumerate(groups):
+        at = len(prompt)
+        input_ids[row, :at], positions[row, :at], segments[row, :at] = prompt, np.arange(at), 0
+        for number, response in enumerate(responses, start=1):
+            inner = max(0, len(response) - 1)
+            here = slice(at, at + inner)
+            input_ids[row, here] = response[:inner]
+            positions[row, here] = len(prompt) + np.arange(inner)
+            segments[row, here] = number
+            rows.append(np.full(len(response), row, np.int64))
+            # The prompt's last token predicts the first of each response, every other token the one after it.
+            predictors.append(np.concatenate([[len(prompt) - 1], np.arange(at, at + inner)])[: len(response)])
+            targets.append(response.astype(np.int64))
+            at += inner
+    predictor = np.concatenate(predictors).astype(np.int64)
+    first, last = (int(predictor.min()), int(predictor.max())) if len(predictor) else (0, 0)
     return PaddedBatch(
         input_ids=input_ids,
         keep=np.arange(first, last + 1, dtype=np.int64),
         rows=np.concatenate(rows),
-        columns=position - first,
+        columns=predictor - first,
         targets=np.concatenate(targets),
         sizes=[len(response) for _, response in pairs],
+        position_ids=positions if shared else None,
+        visible=_visible(segments) if shared else None,
     )
 
 
@@ -73,8 +89,8 @@ def trained(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def shard(items: Sequence[T], rank: int, world: int) -> list[T]:
-    """The items of one rank: every ``world``-th, so that neighbours (one prompt group) spread over the ranks."""
-    return list(items[rank::world])
+    """The items of one rank: a run of neighbours, so that prompt groups stay together; the runs differ by one item."""
+    return list(items[len(items) * rank // world : len(items) * (rank + 1) // world])
 
 
 def micro_batch_count(items: int, world: int, size: int) -> int:
@@ -86,3 +102,21 @@ def micro_batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
     """Cuts items into pieces of at most ``size``, in order."""
     for start in range(0, len(items), size):
         yield list(items[start : start + size])
+
+
+def _group(pairs: Sequence[Pair]) -> list[tuple[NDArray[np.int32], list[NDArray[np.int32]]]]:
+    groups: list[tuple[NDArray[np.int32], list[NDArray[np.int32]]]] = []
+    for prompt, response in pairs:
+        if groups and np.array_equal(groups[-1][0], prompt):
+            groups[-1][1].append(response)
+        else:
+            groups.append((prompt, [response]))
+    return groups
+
+
+def _visible(segments: Longs) -> NDArray[np.bool_]:
+    length = segments.shape[1]
+    causal = np.tril(np.ones((length, length), np.bool_))
+    key, query = segments[:, None, :], segments[:, :, None]
+    # Padding sees the prompt, so that no row of the softmax is empty; nothing sees padding.
+    return causal & ((key == 0) | ((key == query) & (key > 0)))

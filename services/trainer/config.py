@@ -30,6 +30,7 @@ class RankConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = False
+    share_prompts: bool = True  # samples of one micro-batch with the same prompt compute it once
     seed: int = 0
     threads: int = 1
     device: str = "cpu"  # "cpu" or "cuda"
@@ -64,6 +65,7 @@ class RankConfig:
             adam_epsilon=trainer.adam_epsilon,
             max_grad_norm=trainer.max_grad_norm,
             gradient_checkpointing=trainer.gradient_checkpointing,
+            share_prompts=trainer.share_prompts,
             seed=trainer.seed,
             threads=trainer.threads,
             device=device,

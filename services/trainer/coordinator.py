@@ -343,10 +343,7 @@ class Coordinator:
         if not sequences:
             return []
         shares = await self._ranks.call("log_probs", codec.pack(list(sequences)), exact)
-        results: list[Any] = [None] * len(sequences)
-        for rank, share in enumerate(shares):
-            results[rank :: self.world] = codec.unpack(share)
-        return results
+        return [result for share in shares for result in codec.unpack(share)]
 
     async def _write(self, target: Path, manifest: dict[str, Any] | None, method: str, *args: Any) -> int:
         partial: Path | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from nightshift.wire.errors import BadInputError
-from services.trainer.batching import PaddedBatch
+from services.trainer.batching import PaddedBatch, pad
 from services.trainer.config import RankConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,7 +29,15 @@ class Policy(nn.Module):
         self.autocast = autocast
 
     def forward(
-        self, input_ids: Tensor, keep: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, temperature: Tensor
+        self,
+        input_ids: Tensor,
+        keep: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        position_ids: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of N tokens in B padded sequences.
 
@@ -37,18 +46,55 @@ class Policy(nn.Module):
             keep: [K] columns whose logits are computed.
             rows, columns, targets: [N] row, index into ``keep`` and id of each token.
             temperature: [N] float32 that divides the logits, as in the sampler.
+            position_ids: [B, L]; None: 0, 1, 2, ...
+            visible: [B, L, L] bool, true where a token sees another; None: causal.
 
         Returns:
             Two [N] float32 tensors: log pi(token), and the entropy of the distribution at its position in nats.
         """
         context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
         with context:
-            logits = self.model(input_ids=input_ids, logits_to_keep=keep, use_cache=False).logits
+            logits = self.model(
+                input_ids=input_ids,
+                attention_mask=None if visible is None else self._mask(visible),
+                position_ids=position_ids,
+                logits_to_keep=keep,
+                use_cache=False,
+            ).logits
         picked = logits[rows, columns].float() / temperature[:, None]
         log_norm = torch.logsumexp(picked, dim=-1)
         logprobs = picked.gather(1, targets[:, None]).squeeze(1) - log_norm
         entropy = log_norm - (torch.softmax(picked, dim=-1) * picked).sum(-1)
         return logprobs, entropy
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        """The 4-dimensional mask [B, 1, L, L] that the attention takes: added to scores, or boolean."""
+        if self.model.config._attn_implementation != "eager":
+            return visible[:, None]
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def can_share(policy: Policy) -> bool:
+    """Whether responses may share the row of their prompt: whether the model's attention follows a mask that is given.
+
+    Tried on a few tokens, since a model may ignore the mask, or hold recurrent state.
+    """
+    config = policy.model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if config._attn_implementation not in ("eager", "sdpa") or windowed or kinds != {"full_attention"}:
+        return False
+    size = int(config.vocab_size)
+    prompt, one, two = (np.arange(first, first + 4, dtype=np.int32) % size for first in (1, 3, 7))
+    values = []
+    for share in (True, False):
+        batch = pad([(prompt, one), (prompt, two)], share)
+        with torch.no_grad():
+            inputs = to_device(batch, next(policy.parameters()).device)
+            values.append(policy(temperature=torch.ones(len(batch.targets)), **inputs)[0].float())
+    tolerance = 1e-3 if next(policy.parameters()).dtype == torch.float32 and not policy.autocast else 0.5
+    return bool(torch.allclose(values[0], values[1], atol=tolerance, rtol=0.0))
 
 
 def load_policy(config: RankConfig) -> Policy:
@@ -89,5 +135,6 @@ def load_policy(config: RankConfig) -> Policy:
 
 def to_device(batch: PaddedBatch, device: torch.device) -> dict[str, Tensor]:
     """The arrays of a batch as tensors, by the names of :meth:`Policy.forward`."""
-    names = ("input_ids", "keep", "rows", "columns", "targets")
-    return {name: torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True) for name in names}
+    names = ("input_ids", "keep", "rows", "columns", "targets", "position_ids", "visible")
+    arrays = {name: getattr(batch, name) for name in names}
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items() if array is not None}

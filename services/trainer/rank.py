@@ -21,7 +21,7 @@ from services.trainer.checks import check_loss_spec, check_samples
 from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
-from services.trainer.policy import DTYPES, load_policy, to_device
+from services.trainer.policy import DTYPES, can_share, load_policy, to_device
 from services.trainer.publish import gather, publish
 from services.trainer.store import Publication
 from services.trainer.sums import PartSums, to_metrics
@@ -52,6 +52,8 @@ class TrainerRank:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # It writes NaN into every new tensor, a debugging aid that costs a third of the time of a step.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
         )
@@ -61,6 +63,7 @@ class TrainerRank:
         self.vocab_size = int(model_config.vocab_size)
         self.max_positions = int(getattr(model_config, "max_position_embeddings", 2**31))
         self.parameters = sum(p.numel() for p in self.policy.parameters())
+        self._share = config.share_prompts and can_share(self.policy)
         self.engine = Engine(self.policy, config, self.device)
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
@@ -132,7 +135,7 @@ class TrainerRank:
         results: list[SequenceResult] = []
         with self._precision(exact), torch.no_grad():
             for micro in mine:
-                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in micro])
+                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in micro], self._share)
                 temperature = torch.cat(
                     [
                         torch.full((n,), float(item.get("temperature", 1.0)))
@@ -201,7 +204,7 @@ class TrainerRank:
         return self.engine(temperature=scale, **to_device(batch, self.device))
 
     def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> PartSums:
-        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples])
+        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples], self._share)
         logprobs, entropy = self._forward(batch, spec.temperature)
         if not spec.entropy_coef:
             entropy = entropy.detach()
@@ -219,6 +222,7 @@ class TrainerRank:
         return PartSums(
             tokens=float(sum(sample.trained_tokens for sample in samples)),
             sequences=float(len(samples)),
+            positions=float(batch.input_ids.size),
             max_ratio=peak,
             **dict(zip(_SUMS, values, strict=True)),
         )

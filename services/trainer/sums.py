@@ -14,6 +14,7 @@ class PartSums:
 
     tokens: float = 0.0  # trained tokens
     sequences: float = 0.0  # samples with a trained token
+    positions: float = 0.0  # token positions that went through the model, padding included
     loss: float = 0.0  # partial sums of the whole loss, before division
     policy: float = 0.0  # the same of the policy term alone
     kl: float = 0.0  # sum of the KL estimate over tokens
@@ -40,7 +41,7 @@ def to_metrics(sums: PartSums, spec: LossSpec, batch_divisor: float | None = Non
         spec: the loss.
         batch_divisor: what the loss was divided by; None: what the sums themselves give.
     """
-    metrics = {"tokens": sums.tokens, "sequences": sums.sequences}
+    metrics = {"tokens": sums.tokens, "sequences": sums.sequences, "positions": sums.positions}
     if not sums.tokens:
         return metrics
     if batch_divisor is None:

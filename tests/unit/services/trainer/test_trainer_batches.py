@@ -17,7 +17,7 @@ from nightshift.wire.experience import LossSpec, Sample
 from services.trainer.aggregate import AGGREGATIONS, divisor, partial_sum
 from services.trainer.batching import micro_batch_count, micro_batches, pad, shard, trained
 from services.trainer.losses import LossInputs, policy_loss
-from services.trainer.policy import Policy, to_device
+from services.trainer.policy import Policy, can_share, to_device
 from services.trainer.sums import PartSums, to_metrics
 from tests.fixtures.samples import make_sample
 
@@ -62,30 +62,31 @@ def test_o14_two_micro_batches_give_the_mean_over_all_tokens() -> None:
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5), st.integers(1, 6))
 def test_ranks_share_out_every_item_once_and_take_equally_many_turns(items: list[int], world: int, size: int) -> None:
     shares = [shard(items, rank, world) for rank in range(world)]
-    merged: list[int | None] = [None] * len(items)
-    for rank, share in enumerate(shares):
-        merged[rank::world] = share
-    assert merged == items
+    assert [item for share in shares for item in share] == items
     turns = micro_batch_count(len(items), world, size)
     assert max(len(list(micro_batches(share, size))) for share in shares) == turns
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
-def test_padding_keeps_every_token_and_points_at_its_predictor(lengths: list[tuple[int, int]]) -> None:
-    rng = np.random.default_rng(0)
-    pairs = [(rng.integers(1, 50, p).astype(np.int32), rng.integers(1, 50, t).astype(np.int32)) for p, t in lengths]
-    batch = pad(pairs)
-    assert batch.sizes == [t for _, t in lengths]
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=8), st.booleans())
+def test_a_row_shows_each_response_its_prompt_and_itself_only(items: list[tuple[int, int]], share: bool) -> None:
+    prompts = [np.arange(10 * (k + 1), 10 * (k + 1) + k + 1, dtype=np.int32) for k in range(3)]
+    pairs = [(prompts[k], np.arange(100 + 10 * n, 100 + 10 * n + t, dtype=np.int32)) for n, (k, t) in enumerate(items)]
+    batch = pad(pairs, share)
+    assert batch.sizes == [t for _, t in items]
+    length = batch.input_ids.shape[1]
+    visible = np.tril(np.ones((length, length), bool)) if batch.visible is None else None
     at = 0
-    for row, (prompt, response) in enumerate(pairs):
-        whole = np.concatenate([prompt, response])
-        assert (batch.input_ids[row, : len(whole)] == whole).all()
-        assert (batch.input_ids[row, len(whole) :] == 0).all()
-        here = slice(at, at + len(response))
-        assert (batch.targets[here] == response).all()
-        assert (batch.keep[batch.columns[here]] == len(prompt) - 1 + np.arange(len(response))).all()
-        assert (batch.rows[here] == row).all()
-        at += len(response)
+    for prompt, response in pairs:
+        for index in range(len(response)):
+            row, place = int(batch.rows[at]), int(batch.keep[batch.columns[at]])
+            assert batch.targets[at] == response[index]
+            seen = (visible if batch.visible is None else batch.visible[row])[place]
+            positions = np.arange(length) if batch.position_ids is None else batch.position_ids[row]
+            # What the predicting position sees is the sequence up to it, each token at its own position.
+            want = np.concatenate([prompt, response[:index]])
+            assert (batch.input_ids[row][seen] == want).all()
+            assert (positions[seen] == np.arange(len(want))).all()
+            at += 1
 
 
 def small_policy(vocab: int = 64) -> Policy:
@@ -153,7 +154,7 @@ class FixedLogits(torch.nn.Module):
         super().__init__()
         self._logits = torch.tensor(logits)
 
-    def forward(self, input_ids: Tensor, logits_to_keep: Tensor, use_cache: bool):  # type: ignore[no-untyped-def]
+    def forward(self, input_ids: Tensor, logits_to_keep: Tensor, **unused: object):  # type: ignore[no-untyped-def]
         logits = self._logits.expand(len(input_ids), len(logits_to_keep), -1)
         return type("Output", (), {"logits": logits})
 
@@ -192,3 +193,32 @@ def test_log_probs_of_a_padded_sequence_equal_those_of_the_sequence_alone() -> N
     logits = policy.model(input_ids=ids).logits.float().double()
     direct = torch.log_softmax(logits, -1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
     assert torch.allclose(alone[: len(response)], direct, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_responses_that_share_the_row_of_their_prompt_get_the_values_that_they_have_alone(attention: str) -> None:
+    policy = small_policy()
+    policy.model.set_attn_implementation(attention)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 64, n).astype(np.int32) for n in (7, 3)]
+    pairs = [(prompts[n // 4], rng.integers(4, 64, n % 4).astype(np.int32)) for n in range(8)]
+
+    def run(share: bool) -> tuple[Tensor, Tensor]:
+        policy.zero_grad()
+        batch = pad(pairs, share)
+        ones = torch.ones(len(batch.targets), dtype=torch.float64)
+        values, _ = policy(temperature=ones, **to_device(batch, torch.device("cpu")))
+        (values * torch.arange(len(values))).sum().backward()
+        return values, torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+    assert len(pad(pairs, share=True).input_ids) == 2
+    values, gradients = zip(run(share=True), run(share=False), strict=True)
+    assert torch.allclose(values[0], values[1], atol=1e-5)
+    assert torch.linalg.vector_norm(gradients[0] - gradients[1]) < 1e-5 * gradients[1].norm()
+    assert can_share(policy)
+
+
+def test_a_model_with_a_sliding_window_does_not_share_rows() -> None:
+    policy = small_policy()
+    policy.model.config.sliding_window = 4096
+    assert not can_share(policy)
