@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from nightshift.config.job import JobSpec
+from services.rollout.compat import installed_version, version_flags
 
 Device = Literal["cpu", "cuda"]
 
@@ -56,6 +57,7 @@ def server_command(
     otlp: str | None = None,
     max_positions: int | None = None,
     base_env: Mapping[str, str] | None = None,
+    vllm_version: tuple[int, int] | None = None,
 ) -> ServerCommand:
     """Arguments and whole environment of ``vllm.entrypoints.openai.api_server`` for a job.
 
@@ -66,6 +68,7 @@ def server_command(
         otlp: ``http://host:port`` to which its spans go; None: none are made.
         max_positions: longest context of the model; None: unknown.
         base_env: environment to start from.
+        vllm_version: major and minor version of vLLM; None: the installed one.
     """
     rollout = spec.rollout
     backend = weight_backend or default_backend(device)
@@ -82,9 +85,11 @@ def server_command(
     argv += ["--logprobs-mode", "processed_logprobs"]
     # A generation_config.json may carry sampling filters; its end-of-sequence ids apply all the same.
     argv += ["--generation-config", "vllm"]
-    argv += ["--enable-scale-out", "--enable-request-id-headers"]
+    argv += [*version_flags(installed_version() if vllm_version is None else vllm_version)]
+    argv += ["--enable-request-id-headers"]
     argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    argv += ["--middleware", "services.rollout.guard.Guard"]
+    # The last one named stands outside: the guard sees every request first.
+    argv += ["--middleware", "services.rollout.route.Route", "--middleware", "services.rollout.guard.Guard"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     argv += _cpu_flags() if device == "cpu" else _cuda_flags(rollout.dtype)
     if otlp:

@@ -20,6 +20,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: Where the token is taken from at start.
 TOKEN_VARIABLE = "NIGHTSHIFT_ROLLOUT_TOKEN"
+#: Set in the scope of a request that may pass, for what stands behind the guard.
+AUTHENTICATED = "nightshift.authenticated"
 
 _GET = frozenset({"GET", "HEAD"})
 _POST = frozenset({"POST"})
@@ -35,6 +37,8 @@ OPEN_ROUTES = {
 
 #: Routes behind the token.
 TOKEN_ROUTES = {
+    "/nightshift/v1/generate": _POST,
+    "/nightshift/v1/info": _GET,
     "/inference/v1/generate": _POST,
     "/inference/v1/abort_requests": _POST,
     "/abort_requests": _POST,
@@ -103,6 +107,7 @@ class Guard:
             given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
             status = decide(scope["method"], scope["path"], given, self._token)
             if status == 200:
+                scope[AUTHENTICATED] = True
                 await self._app(scope, receive, send)
             else:
                 await _answer(send, status)

@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 
 from nightshift.config.job import JobSpec
-from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError
+from nightshift.wire import codec
+from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError, WireError
+from nightshift.wire.frames import FrameReader
 from services.rollout.command import Device, default_backend, server_command
 from services.rollout.diagnosis import diagnose
 
@@ -184,7 +186,7 @@ class VllmServer:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [*keeper, "--", *command.argv],
-                env=command.env,
+                env={**command.env, "NIGHTSHIFT_INCARNATION": self.incarnation},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -260,30 +262,23 @@ class VllmServer:
 
     def _warm_up(self, client: httpx.Client, timeout_s: float) -> None:
         """Sends one request as the orchestrator will: what is missing or slow the first time shows here."""
-        body = {"token_ids": [1, 1], "sampling_params": {"max_tokens": 2, "logprobs": 0, "detokenize": False}}
+        body = codec.pack({"request_id": "warm-up", "token_ids": [1, 1], "max_tokens": 2, "ignore_eos": True})
         headers = {"Authorization": f"Bearer {self.token}"}
         try:
-            answer = client.post("/inference/v1/generate", json=body, headers=headers, timeout=timeout_s)
+            answer = client.post("/nightshift/v1/generate", content=body, headers=headers, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise self._late() from error
         except httpx.HTTPError as error:
             raise (RoleError(f"{self.name} broke off its first request: {error}", role="rollout")) from error
-        if answer.status_code == 404:
-            raise RoleError(
-                f"vLLM server {self.name} has no route /inference/v1/generate",
-                role="rollout",
-                fix="Install the vLLM version of the lock file",
-            )
         try:
-            choice = answer.json()["choices"][0]
-            complete = len(choice["logprobs"]["content"]) == len(choice["token_ids"]) and choice["weight_versions"]
-        except (ValueError, LookupError, TypeError):
-            complete = False
-        if answer.status_code != 200 or not complete:
+            frames = FrameReader().feed(answer.content) if answer.status_code == 200 else []
+        except WireError:
+            frames = []
+        if not frames or frames[-1].finish_reason != "length" or len(frames[-1].ids) != 2:
             raise RoleError(
                 f"vLLM server {self.name} answered its first request with {answer.status_code}: {answer.text[:300]}",
                 role="rollout",
-                fix=f"See {self._log_path}",
+                fix=f"See {self._log_path}; install the vLLM version of the lock file",
             )
 
     def _late(self) -> RoleTimeoutError:
