@@ -42,6 +42,8 @@ class PipelineState:
     backlog: deque[GroupRecord] = field(default_factory=deque)
     #: Why groups failed since the last one that was scored.
     failed_in_row: list[NightshiftError] = field(default_factory=list)
+    #: Groups that had been issued when the first of those failed.
+    failing_since: int = 0
     #: Why groups failed since the last step.
     failures: list[NightshiftError] = field(default_factory=list)
 
@@ -198,6 +200,8 @@ class Pipeline:
             group.span.end()
             await self._books.move(group.index, GroupState.FAILED, reason=str(error))
             del self._state.running[group.index]
+            if not self._state.failed_in_row:
+                self._state.failing_since = self._books.ledger.issued
             self._state.failed_in_row.append(error)
             self._state.failures.append(error)
             self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
@@ -274,12 +278,12 @@ class Pipeline:
             await self._notify()
 
     def _hopeless(self) -> bool:
-        """Whether waiting would not help: more groups failed in a row than a batch holds and than are running.
-
-        Groups that are refused fail faster than others are scored, so that a batch's worth of failures alone says
-        little while others run.
+        """Whether waiting would not help: a batch's worth of groups failed in a row, and none that was on its way
+        when they began to still runs (groups that are refused fail faster than others are scored).
         """
-        return len(self._state.failed_in_row) >= max(2, self._admission.batch, len(self._state.running))
+        state = self._state
+        others = any(index < state.failing_since for index in state.running)
+        return len(state.failed_in_row) >= max(2, self._admission.batch) and not others
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
