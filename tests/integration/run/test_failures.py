@@ -80,8 +80,8 @@ def test_roles_that_die_delay_the_run_or_end_it_by_name(model: Path, tmp_path: P
     running.wait_for("step", step=2)
     for role, needle in (
         ("rollout", "VLLM::EngineCore"),
-        ("reference", "ReferenceReplica"),
-        ("reward", "RewardReplica"),
+        ("reference", "ServeReplica:reference"),
+        ("reward", "ServeReplica:reward"),
     ):
         moment = time.time()
         kill(running, needle)
