@@ -72,6 +72,11 @@ class JobSpec(Section):
             raise ValueError(
                 f"rollout.batch_size x rollout.n is {samples}, which {trainer.ranks} trainer.ranks do not divide"
             )
+        if rollout.min_response_length > rollout.max_response_length:
+            raise ValueError(
+                f"rollout.min_response_length {rollout.min_response_length} is more than rollout.max_response_length "
+                f"{rollout.max_response_length}"
+            )
         if trainer.autocast and trainer.dtype != "float32":
             raise ValueError("trainer.autocast is for trainer.dtype float32")
         names = [reward.name or reward.type for reward in self.rewards]

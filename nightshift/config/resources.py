@@ -34,6 +34,12 @@ class ResourcesConfig(Section):
     trainer_cores: list[int] | None = None
     """CPU cores of the trainer; null: the second one, or the first where there is only one (CPU only)."""
 
+    rollout_gpu: int | None = Field(default=None, ge=0)
+    """CUDA device of the vLLM server; null: the first one that the trainer leaves free, else the trainer's first."""
+
+    trainer_gpus: list[int] | None = None
+    """CUDA devices of the trainer's ranks, by rank; null: the first ones."""
+
     runs_dir: str = "runs"
     """Folder of the runs; relative to the folder in which the command is given."""
 

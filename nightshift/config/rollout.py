@@ -20,6 +20,12 @@ class RolloutConfig(Section):
     max_response_length: int = Field(default=256, ge=1)
     """Longest response in tokens."""
 
+    min_response_length: int = Field(default=0, ge=0)
+    """Shortest response in tokens: the ids that end one cannot be sampled before."""
+
+    ignore_eos: bool = False
+    """Responses end at ``max_response_length`` alone: forced lengths, for measurements."""
+
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, in the sampler and in the trainer."""
 
@@ -48,6 +54,9 @@ class RolloutConfig(Section):
 
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one request."""
+
+    flush_tokens: int = Field(default=64, ge=0)
+    """Tokens after which a part of a response is sent, so that it outlives its server; 0: only whole responses are."""
 
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of the vLLM server."""

@@ -40,6 +40,13 @@ class TrainerConfig(Section):
     micro_batch_size: int = Field(default=4, ge=1)
     """Samples per forward and backward pass of one rank."""
 
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """Tokens, with padding, per forward and backward pass of one rank, in place of ``micro_batch_size``; samples of
+    like length are put together. A sample that is longer has a pass of its own. Null: ``micro_batch_size`` counts."""
+
+    compile: bool | None = None
+    """Fuse the small operations of each layer (torch.compile): half a minute at the first step. Null: on CUDA only."""
+
     dtype: DType = "float32"
     """Precision of the parameters."""
 

@@ -7,7 +7,11 @@ token are not counted anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nightshift.wire.errors import BadInputError
 
@@ -33,6 +37,33 @@ def partial_sum(values: Tensor, mask: Tensor, aggregation: str) -> Tensor:
         # The count stays a tensor, so that a GPU is not waited for.
         return total / mask.sum().clamp(min=1)
     return total
+
+
+def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """The numerator of the batch's loss over the tokens of several samples.
+
+    Args:
+        values: [N] per-token values.
+        mask: [N] bool, true where the token is trained on.
+        weights: [N] of :func:`token_weights`.
+    """
+    return (values.masked_fill(~mask, 0.0) * weights).sum()
+
+
+def token_weights(masks: Sequence[NDArray[np.uint8]], aggregation: str) -> NDArray[np.float32]:
+    """What each token's loss is multiplied by in the sum of the samples' :func:`partial_sum`.
+
+    Args:
+        masks: of each sample, [T], 1 where the token is trained on.
+        aggregation: a name of AGGREGATIONS.
+
+    Returns:
+        [N] for the tokens of all samples in order; 0 where masked.
+    """
+    weights = [(mask > 0).astype(np.float32) for mask in masks]
+    if aggregation == "seq_mean_token_mean":
+        weights = [weight / max(1.0, float(weight.sum())) for weight in weights]
+    return np.concatenate(weights) if weights else np.zeros(0, np.float32)
 
 
 def divisor(aggregation: str, total_tokens: int, total_sequences: int, constant_length: int = 0) -> float:

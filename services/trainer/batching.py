@@ -104,6 +104,36 @@ def micro_batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(items[start : start + size])
 
 
+def plan(lengths: Sequence[int], world: int, size: int, max_tokens: int | None) -> list[list[list[int]]]:
+    """Which items each rank takes in which micro-batch.
+
+    Args:
+        lengths: tokens of each item, of all ranks.
+        world: number of ranks; each has the items of :func:`shard`.
+        size: most items of a micro-batch, where ``max_tokens`` is None.
+        max_tokens: most tokens of a micro-batch with its padding; a longer item is alone in its own.
+
+    Returns:
+        For each rank its micro-batches, as indices into ``lengths``: every index of the rank's share once. Ranks may
+        have different numbers of them.
+    """
+    shares = [shard(range(len(lengths)), rank, world) for rank in range(world)]
+    if max_tokens is None:
+        return [list(micro_batches(share, size)) for share in shares]
+    return [_by_tokens(share, lengths, max_tokens) for share in shares]
+
+
+def _by_tokens(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Longest first, so that neighbours need little padding, and a pass that does not fit into memory comes first."""
+    pieces: list[list[int]] = []
+    for index in sorted(share, key=lambda item: -lengths[item]):
+        if pieces and (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= max_tokens:
+            pieces[-1].append(index)
+        else:
+            pieces.append([index])
+    return pieces
+
+
 def _group(pairs: Sequence[Pair]) -> list[tuple[NDArray[np.int32], list[NDArray[np.int32]]]]:
     groups: list[tuple[NDArray[np.int32], list[NDArray[np.int32]]]] = []
     for prompt, response in pairs:

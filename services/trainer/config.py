@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from nightshift.config import JobSpec
+from nightshift.gpu import Placement
 from nightshift.wire.errors import BadInputError
 
 
@@ -24,6 +25,7 @@ class RankConfig:
     attn_implementation: str = "sdpa"
     zero_stage: int = 2
     micro_batch_size: int = 4  # samples per forward and backward pass
+    max_tokens: int | None = None  # padded tokens per forward and backward pass, in place of micro_batch_size
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -35,6 +37,11 @@ class RankConfig:
     threads: int = 1
     device: str = "cpu"  # "cpu" or "cuda"
     rollout_dtype: str = "float32"  # precision in which weights are published
+    weight_backend: str = "safetensors"  # how they are published: "safetensors" or "ipc"
+    deterministic: bool = True  # algorithms that give the same bits each time, where torch has them
+    compile: bool = False  # fuse the layers' small operations (torch.compile, layer by layer)
+    gpus: tuple[int, ...] = ()  # CUDA devices of the ranks, by rank; empty: what Ray gives
+    rollout_gpu: int | None = None  # CUDA device of the server, to which "ipc" publishes; None: rank 0's
 
     def __post_init__(self) -> None:
         if self.zero_stage == 0 and self.dtype == "bfloat16":
@@ -48,9 +55,14 @@ class RankConfig:
             raise BadInputError("trainer.autocast needs trainer.dtype float32", role="trainer")
 
     @classmethod
-    def from_spec(cls, spec: JobSpec, device: str) -> Self:
-        """The rank settings of a resolved job (``model.path`` is a local folder)."""
-        trainer = spec.trainer
+    def from_spec(cls, spec: JobSpec, device: str, gpus: Placement | None = None) -> Self:
+        """The rank settings of a resolved job (``model.path`` is a local folder).
+
+        Args:
+            device: "cpu" or "cuda".
+            gpus: which CUDA device each role has; None: the first one for all.
+        """
+        trainer, cuda = spec.trainer, device == "cuda"
         return cls(
             model_path=spec.model.path,
             tokenizer_path=spec.model.tokenizer,
@@ -59,15 +71,23 @@ class RankConfig:
             attn_implementation=spec.model.attn_implementation,
             zero_stage=trainer.zero_stage,
             micro_batch_size=trainer.micro_batch_size,
+            max_tokens=trainer.max_tokens_per_micro_batch,
             weight_decay=trainer.weight_decay,
             beta1=trainer.beta1,
             beta2=trainer.beta2,
             adam_epsilon=trainer.adam_epsilon,
             max_grad_norm=trainer.max_grad_norm,
             gradient_checkpointing=trainer.gradient_checkpointing,
-            share_prompts=trainer.share_prompts,
+            # Rows that several responses share need a mask, with which a GPU's flash attention cannot be used.
+            share_prompts=trainer.share_prompts and not cuda,
             seed=trainer.seed,
             threads=trainer.threads,
             device=device,
             rollout_dtype=spec.rollout.dtype,
+            # A server that somebody else runs may be on another machine, which a CUDA handle does not reach.
+            weight_backend="ipc" if cuda and spec.rollout.url is None else "safetensors",
+            deterministic=spec.pipeline.deterministic or not cuda,
+            compile=cuda if trainer.compile is None else trainer.compile,
+            gpus=gpus.trainer if gpus and cuda else (),
+            rollout_gpu=gpus.rollout if gpus and cuda else None,
         )

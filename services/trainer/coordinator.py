@@ -86,6 +86,7 @@ class PublishAnswer:
     probe: list[SequenceResult]
     seconds: float
     changed_fraction: float
+    backend: str = "safetensors"
 
 
 @dataclass(slots=True)
@@ -180,7 +181,7 @@ class Coordinator:
         return await _uninterrupted(work())
 
     async def publish(self, version: str, probe: Sequence[SequenceInput], traceparent: str = "") -> PublishAnswer:
-        """Writes the weights to the store, and takes log-probs of the probe without autocast.
+        """Publishes the weights, and takes log-probs of the probe without autocast.
 
         A version that was published already is not written again.
 
@@ -197,12 +198,17 @@ class Coordinator:
                 values = await self._log_probs(probe, exact=True)
                 if self._published is not None and self._published[0] == version:
                     answer = self._published[1]
-                    if (self._store / answer.update_info["path"]).is_file():
+                    if answer.backend != "safetensors" or (self._store / answer.update_info["path"]).is_file():
                         return replace(answer, probe=values, seconds=time.monotonic() - began)
                 written = next(filter(None, await self._ranks.call("publish", str(self._store))))
-                info = {"path": written.name, "bytes": written.bytes, "digest": written.digest}
                 answer = PublishAnswer(
-                    info, written.digest, written.bytes, values, time.monotonic() - began, written.changed_fraction
+                    update_info=written.update_info,
+                    digest=written.digest,
+                    bytes=written.bytes,
+                    probe=values,
+                    seconds=time.monotonic() - began,
+                    changed_fraction=written.changed_fraction,
+                    backend=written.backend,
                 )
                 self._published = (version, answer)
                 return answer

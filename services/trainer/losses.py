@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of one sample that return one loss per token.
+"""Policy losses: pure functions of the tokens of one sample, or of several, that return one loss per token.
 
 The functions know nothing of batches: what happens to the token losses is in :mod:`services.trainer.aggregate`.
 ``mu`` is the behaviour policy that sampled the tokens, ``prox`` the policy as it was before this optimiser step. Since
@@ -23,18 +23,31 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One sample of T response tokens."""
+    """T response tokens: those of one sample, or of B samples one after the other."""
 
     logprobs: Tensor  # [T] float32, log pi, with gradient
     behaviour: Tensor  # [T] float32, log mu
     advantages: Tensor  # [T] float32
     mask: Tensor  # [T] bool, true where the token is trained on
     proximal: Tensor | None = None  # [T] float32, log prox; None: pi without its gradient
+    sequence: Tensor | None = None  # [T] int64, number of the sample that the token belongs to; None: one sample
+    sequences: int = 1  # B
 
     @property
     def prox(self) -> Tensor:
         """Log-probs of the policy before this optimiser step, without gradient."""
         return self.logprobs.detach() if self.proximal is None else self.proximal
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Sum of [T] values over the trained tokens of each sample: [B], or a scalar where there is one sample."""
+        kept = values.masked_fill(~self.mask, 0.0)
+        if self.sequence is None:
+            return kept.sum()
+        return kept.new_zeros(self.sequences).index_add(0, self.sequence, kept)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """The sample's value, of what :meth:`sequence_sum` gives, for each of its tokens: [T]."""
+        return values.expand(len(self.logprobs)) if self.sequence is None else values[self.sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +127,10 @@ def gspo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
 
     Each token carries the sequence's loss, so that the sequence mean of ``seq_mean_token_mean`` is the published one.
     """
-    log_ratio = (inputs.logprobs - inputs.behaviour).masked_fill(~inputs.mask, 0.0)
-    mean = log_ratio.sum() / inputs.mask.sum().clamp(min=1)
-    ratio = mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(log_ratio)
+    log_ratio = inputs.logprobs - inputs.behaviour
+    tokens = inputs.sequence_sum(torch.ones_like(log_ratio)).clamp(min=1)
+    mean = inputs.sequence_sum(log_ratio) / tokens
+    ratio = inputs.per_token(mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
     return _clip(ratio, inputs.advantages, spec)
 
 
@@ -146,11 +160,11 @@ def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
     if token_cap:
         weight = log_weight.clamp(max=LOG_RATIO_BOUND).exp().clamp(max=token_cap)
     if sequence_cap:
-        total = log_weight.masked_fill(~inputs.mask, 0.0).sum()
+        total = inputs.sequence_sum(log_weight)
         sequence = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if spec.options.get("sequence_importance_mask"):
             sequence = torch.where(sequence > sequence_cap, torch.zeros_like(sequence), sequence)
-        weight = weight * sequence.clamp(max=sequence_cap)
+        weight = weight * inputs.per_token(sequence.clamp(max=sequence_cap))
     return weight
 
 

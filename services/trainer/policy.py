@@ -4,29 +4,45 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from nightshift.wire.errors import BadInputError
 from services.trainer.batching import PaddedBatch, pad
 from services.trainer.config import RankConfig
+from services.trainer.head import head_log_probs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Logits of one pass above which they are made in chunks: 512 MiB in float32.
+WHOLE_LOGITS = 1 << 27
+#: Settings of models whose head does more than a matrix product.
+_HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class Policy(nn.Module):
     """A causal language model that returns log-probs instead of logits.
 
     The autocast context lies inside the module: DeepSpeed's own would also reduce gradients in bfloat16.
+
+    Args:
+        model: the causal language model.
+        autocast: bfloat16 matrix products on float32 parameters.
+        partitioned: whether the parameters are spread over ranks (ZeRO stage 3); the head is then only what the model
+            makes of it.
+        compiled: fuse what is done to the logits.
     """
 
-    def __init__(self, model: nn.Module, autocast: bool) -> None:
+    def __init__(self, model: nn.Module, autocast: bool, *, partitioned: bool = False, compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         self.autocast = autocast
+        self.compiled = compiled
+        self._plain = not partitioned and _has_plain_head(model)
 
     def forward(
         self,
@@ -53,14 +69,20 @@ class Policy(nn.Module):
             Two [N] float32 tensors: log pi(token), and the entropy of the distribution at its position in nats.
         """
         context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": None if visible is None else self._mask(visible),
+            "position_ids": position_ids,
+            "use_cache": False,
+        }
+        if self._plain and len(targets) * self.model.config.vocab_size > WHOLE_LOGITS:
+            with context:
+                states = self.model.get_decoder()(**inputs).last_hidden_state
+            weight = self.model.get_output_embeddings().weight
+            hidden = states[rows, keep[columns]].to(torch.bfloat16 if self.autocast else weight.dtype)
+            return head_log_probs(hidden, weight, targets, temperature, compiled=self.compiled)
         with context:
-            logits = self.model(
-                input_ids=input_ids,
-                attention_mask=None if visible is None else self._mask(visible),
-                position_ids=position_ids,
-                logits_to_keep=keep,
-                use_cache=False,
-            ).logits
+            logits = self.model(**inputs, logits_to_keep=keep).logits
         picked = logits[rows, columns].float() / temperature[:, None]
         log_norm = torch.logsumexp(picked, dim=-1)
         logprobs = picked.gather(1, targets[:, None]).squeeze(1) - log_norm
@@ -130,11 +152,40 @@ def load_policy(config: RankConfig) -> Policy:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    return Policy(model, config.autocast)
+    compiled = config.compile and config.zero_stage < 3
+    if compiled:
+        _compile_layers(model)
+    return Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=compiled)
+
+
+def _has_plain_head(model: nn.Module) -> bool:
+    """Whether logits are the last hidden states times one matrix."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config: Any = getattr(model, "config", None)
+    return (
+        isinstance(head, nn.Linear)
+        and head.bias is None
+        and hasattr(model, "get_decoder")
+        and not any(getattr(config, name, None) for name in _HEAD_SETTINGS)
+    )
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Compiles each decoder layer on its own: all share one graph, so that it is made once and not per layer."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    for layer in layers if isinstance(layers, nn.ModuleList) else ():
+        layer.compile(dynamic=True)
 
 
 def to_device(batch: PaddedBatch, device: torch.device) -> dict[str, Tensor]:
     """The arrays of a batch as tensors, by the names of :meth:`Policy.forward`."""
     names = ("input_ids", "keep", "rows", "columns", "targets", "position_ids", "visible")
     arrays = {name: getattr(batch, name) for name in names}
-    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items() if array is not None}
+    return {name: upload(array, device) for name, array in arrays.items() if array is not None}
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array as a tensor on a device, without waiting for what the device is busy with."""
+    # Arrays from the wire are read-only, which torch warns about.
+    tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -30,8 +30,8 @@ def gather(policy: Policy, dtype: torch.dtype, keep: bool, partitioned: bool) ->
         partitioned: whether the parameters are spread over the ranks (ZeRO stage 3); then every rank must call this.
     """
     result: dict[str, Tensor] = {}
-    for names, parameters in _buckets(policy):
-        with _whole(parameters, partitioned), torch.no_grad():
+    for names, parameters in buckets(policy):
+        with whole(parameters, partitioned), torch.no_grad():
             if keep:
                 for name, parameter in zip(names, parameters, strict=True):
                     value = parameter.detach().to(device="cpu", dtype=dtype)
@@ -71,7 +71,7 @@ def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
         ) from error
     for old in [*numbers, number][:-KEPT]:
         (store / f"{old}.safetensors").unlink(missing_ok=True)
-    return Publication(path.name, digest, size, changed)
+    return Publication({"path": path.name, "bytes": size, "digest": digest}, digest, size, changed)
 
 
 def _changed_fraction(tensors: dict[str, Tensor], previous: Path) -> float:
@@ -88,7 +88,8 @@ def _changed_fraction(tensors: dict[str, Tensor], previous: Path) -> float:
     return changed / max(1, total)
 
 
-def _buckets(policy: Policy) -> Iterator[tuple[list[str], list[torch.nn.Parameter]]]:
+def buckets(policy: Policy) -> Iterator[tuple[list[str], list[torch.nn.Parameter]]]:
+    """The model's parameters with their HF names, tied ones once, in pieces that are gathered together."""
     names: list[str] = []
     parameters: list[torch.nn.Parameter] = []
     elements = 0
@@ -104,7 +105,8 @@ def _buckets(policy: Policy) -> Iterator[tuple[list[str], list[torch.nn.Paramete
 
 
 @contextmanager
-def _whole(parameters: list[torch.nn.Parameter], partitioned: bool) -> Iterator[None]:
+def whole(parameters: list[torch.nn.Parameter], partitioned: bool) -> Iterator[None]:
+    """Within, parameters that are spread over the ranks are whole; every rank must enter."""
     if not partitioned:
         yield
         return

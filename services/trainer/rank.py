@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from nightshift.wire.experience import LossSpec, Sample
 from nightshift.wire.scoring import SequenceInput, SequenceResult
-from services.trainer.aggregate import divisor, partial_sum
-from services.trainer.batching import PaddedBatch, micro_batch_count, micro_batches, pad, shard, trained
+from services.trainer.aggregate import divisor, token_weights, weighted_sum
+from services.trainer.batching import PaddedBatch, pad, plan, trained
 from services.trainer.checkpoint import export_hf, load_engine, save_engine
 from services.trainer.checks import check_loss_spec, check_samples
 from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
-from services.trainer.policy import DTYPES, can_share, load_policy, to_device
+from services.trainer.policy import DTYPES, can_share, load_policy, to_device, upload
 from services.trainer.publish import gather, publish
+from services.trainer.shared_weights import SharedWeights
 from services.trainer.store import Publication
 from services.trainer.sums import PartSums, to_metrics
 
@@ -51,7 +53,8 @@ class TrainerRank:
         self.optimizer_steps = 0
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # On a GPU some of them take many times as long.
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
         # It writes NaN into every new tensor, a debugging aid that costs a third of the time of a step.
         torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = (
@@ -65,6 +68,7 @@ class TrainerRank:
         self.parameters = sum(p.numel() for p in self.policy.parameters())
         self._share = config.share_prompts and can_share(self.policy)
         self.engine = Engine(self.policy, config, self.device)
+        self._shared: SharedWeights | None = None
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
         """Adds the gradient of a part of a batch.
@@ -78,28 +82,29 @@ class TrainerRank:
             Sums of this rank's share, undivided.
         """
         kept = trained(samples)
-        mine = list(micro_batches(shard(kept, self.rank, self.world), self.config.micro_batch_size))
-        total = PartSums()
-        for micro in mine:
-            total = total + self._micro_step(micro, spec, loss_divisor)
-        for _ in range(micro_batch_count(len(kept), self.world, self.config.micro_batch_size) - len(mine)):
+        mine, turns = self._pieces([len(sample.prompt_ids) + len(sample.response_ids) for sample in kept])
+        parts = [self._micro_step([kept[index] for index in micro], spec, loss_divisor) for micro in mine]
+        for _ in range(turns - len(mine)):
             # Backward passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
             logprobs, _ = self._forward(pad([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
             self.engine.backward(logprobs.sum() * 0.0)
-        return total
+        return self._total([kept[index] for micro in mine for index in micro], parts)
 
     def apply(self, step_divisor: float, learning_rate: float) -> dict[str, float]:
         """Divides the accumulated gradient, clips it, and makes one optimiser step.
 
         Returns:
-            ``grad_norm`` (before the clip) and ``lr``.
+            ``grad_norm`` (before the clip) and ``lr``; on CUDA also ``memory/gpu_peak_bytes``, of torch's tensors.
 
         Raises:
             NonFiniteGradientError: nothing was changed, and what was accumulated is gone.
         """
         norm = self.engine.step(step_divisor, learning_rate)
         self.optimizer_steps += 1
-        return {"grad_norm": norm, "lr": learning_rate}
+        metrics = {"grad_norm": norm, "lr": learning_rate}
+        if self.device.type == "cuda":
+            metrics["memory/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(self.device))
+        return metrics
 
     def discard(self) -> None:
         """Forgets the accumulated gradient."""
@@ -131,30 +136,41 @@ class TrainerRank:
             sequences: all of them: each rank takes its share.
             exact: without autocast, for a comparison with the sampler.
         """
-        mine = list(micro_batches(shard(sequences, self.rank, self.world), self.config.micro_batch_size))
-        results: list[SequenceResult] = []
+        mine, turns = self._pieces([len(item["prompt_ids"]) + len(item["response_ids"]) for item in sequences])
+        found: dict[int, Tensor] = {}
         with self._precision(exact), torch.no_grad():
             for micro in mine:
-                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in micro], self._share)
-                temperature = torch.cat(
-                    [
-                        torch.full((n,), float(item.get("temperature", 1.0)))
-                        for item, n in zip(micro, batch.sizes, strict=True)
-                    ]
-                )
-                logprobs, _ = self.engine(temperature=temperature.to(self.device), **to_device(batch, self.device))
-                for item, values in zip(micro, logprobs.cpu().split(batch.sizes), strict=True):
-                    results.append({"id": item["id"], "logprobs": values.numpy(), "token_ids": item["response_ids"]})
-            for _ in range(micro_batch_count(len(sequences), self.world, self.config.micro_batch_size) - len(mine)):
+                items = [sequences[index] for index in micro]
+                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in items], self._share)
+                temperatures = [
+                    np.full(n, item.get("temperature", 1.0), np.float32)
+                    for item, n in zip(items, batch.sizes, strict=True)
+                ]
+                temperature = upload(np.concatenate(temperatures), self.device)
+                logprobs, _ = self.engine(temperature=temperature, **to_device(batch, self.device))
+                found |= dict(zip(micro, logprobs.cpu().split(batch.sizes), strict=True))
+            for _ in range(turns - len(mine)):
                 self._forward(pad([(sequences[0]["prompt_ids"], sequences[0]["response_ids"])]), 1.0)
-        return results
+        return [
+            {
+                "id": sequences[index]["id"],
+                "logprobs": found[index].numpy(),
+                "token_ids": sequences[index]["response_ids"],
+            }
+            for index in sorted(found)
+        ]
 
     def publish(self, store: Path) -> Publication | None:
-        """Writes the weights in the rollout precision into the store; None on ranks other than 0.
+        """Publishes the weights in the rollout precision; None on ranks other than 0.
+
+        Args:
+            store: folder of the files, of backend "safetensors".
 
         Raises:
-            RoleError: the store cannot be written.
+            RoleError: the store cannot be written, or the device has no room.
         """
+        if self.config.weight_backend == "ipc":
+            return self._publish_on_device()
         tensors = self._gathered(self.config.rollout_dtype)
         return publish(tensors, store, self.config.rollout_dtype) if self.rank == 0 else None
 
@@ -186,6 +202,18 @@ class TrainerRank:
     def _gathered(self, dtype: str) -> dict[str, Tensor]:
         return gather(self.policy, DTYPES[dtype], keep=self.rank == 0, partitioned=self.config.zero_stage == 3)
 
+    def _publish_on_device(self) -> Publication | None:
+        partitioned = self.config.zero_stage == 3
+        if self._shared is None:
+            # The server's device is the last one that this process sees; ranks other than 0 keep nothing.
+            device = torch.device("cuda", torch.cuda.device_count() - 1) if self.rank == 0 else torch.device("meta")
+            self._shared = SharedWeights(self.policy, DTYPES[self.config.rollout_dtype], device, partitioned)
+        if self.rank == 0:
+            return self._shared.publish()
+        if partitioned:
+            self._shared.gather()
+        return None
+
     def peak_memory(self) -> int:
         """Highest resident memory of this process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -203,55 +231,68 @@ class TrainerRank:
         scale = torch.full((len(batch.targets),), temperature, device=self.device)
         return self.engine(temperature=scale, **to_device(batch, self.device))
 
-    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> PartSums:
+    def _pieces(self, lengths: Sequence[int]) -> tuple[list[list[int]], int]:
+        """This rank's micro-batches of items with these lengths, and how many the rank with the most of them has."""
+        pieces = plan(lengths, self.world, self.config.micro_batch_size, self.config.max_tokens)
+        return pieces[self.rank], max(map(len, pieces), default=0)
+
+    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> tuple[int, Tensor]:
+        """Adds the gradient of some samples.
+
+        Returns:
+            Token positions that went through the model, and on the device the sums (float64, in the order of _SUMS)
+            with the largest ratio after them.
+        """
         batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples], self._share)
+        masks = [sample.loss_mask for sample in samples]
+        weights = self._upload(token_weights(masks, spec.aggregation))
+        mask = self._upload(np.concatenate(masks)) > 0
+        behaviour = self._joined(sample.logprobs for sample in samples)
+        advantages = self._joined(sample.advantages for sample in samples)
+        sequence = self._upload(np.repeat(np.arange(len(samples)), batch.sizes))
         logprobs, entropy = self._forward(batch, spec.temperature)
         if not spec.entropy_coef:
             entropy = entropy.detach()
-        rows, peaks, losses = [], [], []
-        pieces = zip(samples, logprobs.split(batch.sizes), entropy.split(batch.sizes), strict=True)
-        for sample, sample_logprobs, sample_entropy in pieces:
-            loss, row, peak = self._sample_loss(sample, sample_logprobs, sample_entropy, spec)
-            losses.append(loss)
-            rows.append(row)
-            peaks.append(peak)
-        loss = torch.stack(losses).sum()
-        self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
-        # The one wait for the device in a micro-batch.
-        *values, peak = torch.cat([torch.stack(rows).sum(0), torch.stack(peaks).max()[None]]).tolist()
-        return PartSums(
-            tokens=float(sum(sample.trained_tokens for sample in samples)),
-            sequences=float(len(samples)),
-            positions=float(batch.input_ids.size),
-            max_ratio=peak,
-            **dict(zip(_SUMS, values, strict=True)),
-        )
-
-    def _sample_loss(
-        self, sample: Sample, logprobs: Tensor, entropy: Tensor, spec: LossSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial sum of one sample's loss, its row of sums (float64, in the order of _SUMS), its largest ratio."""
-        mask = self._tensor(sample.loss_mask) > 0
-        behaviour = self._tensor(sample.logprobs)
-        outputs = policy_loss(LossInputs(logprobs, behaviour, self._tensor(sample.advantages), mask), spec)
+        inputs = LossInputs(logprobs, behaviour, advantages, mask, None, sequence, len(samples))
+        outputs = policy_loss(inputs, spec)
         losses = outputs.losses
         kl = clamped = torch.zeros_like(entropy)
         if spec.kl_coef:
-            kl, clamped = kl_terms(logprobs, self._tensor(sample.ref_logprobs), spec.kl_estimator)
+            reference = self._joined(sample.ref_logprobs for sample in samples)
+            kl, clamped = kl_terms(logprobs, reference, spec.kl_estimator)
             losses = losses + spec.kl_coef * kl
         if spec.entropy_coef:
             losses = losses - spec.entropy_coef * entropy
-        loss = partial_sum(losses, mask, spec.aggregation)
+        loss = weighted_sum(losses, mask, weights)
+        self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
         with torch.no_grad():
             log_ratio = (logprobs - behaviour).masked_fill(~mask, 0.0)
             over_tokens = torch.stack([kl, entropy, outputs.clipped.float(), clamped.float(), log_ratio.abs()])
             sums = over_tokens.masked_fill(~mask, 0.0).double().sum(1)
-            heads = torch.stack([loss, partial_sum(outputs.losses, mask, spec.aggregation)]).double()
-            return loss, torch.cat([heads, sums]), log_ratio.masked_fill(~mask, -torch.inf).max().double().exp()
+            heads = torch.stack([loss, weighted_sum(outputs.losses, mask, weights)]).double()
+            peak = log_ratio.masked_fill(~mask, -torch.inf).max().double().exp()
+            return batch.input_ids.size, torch.cat([heads, sums, peak[None]])
 
-    def _tensor(self, values: NDArray[np.generic] | None) -> Tensor:
-        # Arrays from the wire are read-only, which torch warns about.
-        return torch.tensor(values, device=self.device)
+    def _total(self, samples: Sequence[Sample], parts: Sequence[tuple[int, Tensor]]) -> PartSums:
+        """The sums of all micro-batches; here the device is waited for, once."""
+        if not parts:
+            return PartSums()
+        table = torch.stack([sums for _, sums in parts])
+        *values, peak = torch.cat([table[:, :-1].sum(0), table[:, -1:].max(0).values]).tolist()
+        return PartSums(
+            tokens=float(sum(sample.trained_tokens for sample in samples)),
+            sequences=float(len(samples)),
+            positions=float(sum(positions for positions, _ in parts)),
+            max_ratio=peak,
+            **dict(zip(_SUMS, values, strict=True)),
+        )
+
+    def _joined(self, arrays: Iterable[NDArray[np.generic] | None]) -> Tensor:
+        """The samples' arrays one after the other, on the device."""
+        return self._upload(np.concatenate([array for array in arrays if array is not None]))
+
+    def _upload(self, values: NDArray[Any]) -> Tensor:
+        return upload(values, self.device)
 
     def describe(self) -> dict[str, object]:
         """What the coordinator tells callers."""

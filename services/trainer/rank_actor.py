@@ -34,8 +34,14 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(config.threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what deterministic matrix products ask for
     }
+    if config.deterministic:
+        values["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic matrix products ask for
+    if config.gpus:
+        # Its own device, and to rank 0 the one that weights are published to. Ray counts devices and chooses none.
+        seen = [config.gpus[rank], *([config.rollout_gpu] if rank == 0 and config.rollout_gpu is not None else [])]
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices(list(dict.fromkeys(seen)))))
+        values["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     if config.device == "cpu":
         values |= {
             # Threads that spin while they wait take the core from whoever they wait for.
@@ -48,6 +54,13 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
         }
     cores = os.environ.get(CORES_VARIABLE)
     return values | ({CORES_VARIABLE: cores} if cores else {})
+
+
+def visible_devices(indices: Sequence[int]) -> list[str]:
+    """The names of devices for CUDA_VISIBLE_DEVICES: the indices count those that this process may see itself."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else None
+    return [names[index].strip() if names and index < len(names) else str(index) for index in indices]
 
 
 class RankActor:

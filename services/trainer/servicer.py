@@ -115,7 +115,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 request.policy_version, _sequences(request.probe), request.context.traceparent
             )
             return trainer_pb2.PublishResponse(
-                backend="safetensors",
+                backend=answer.backend,
                 update_info=codec.pack(answer.update_info),
                 digest=answer.digest,
                 bytes=answer.bytes,
