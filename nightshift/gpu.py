@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -103,6 +104,17 @@ def parse_driver(text: str, visible: str | None = None) -> Driver:
         found = chosen
     gpus = tuple(Gpu(at, gpu.uuid, gpu.name, gpu.memory, gpu.free) for at, gpu in enumerate(found))
     return Driver(version, gpus)
+
+
+def visible_names(indices: Sequence[int], visible: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES of a child must say, so that it sees these devices, counted as this process does.
+
+    Args:
+        indices: of the devices.
+        visible: CUDA_VISIBLE_DEVICES of this process.
+    """
+    names = [name.strip() for name in visible.split(",")] if visible else []
+    return [names[index] if index < len(names) else str(index) for index in indices]
 
 
 def cuda_of_torch() -> int | None:

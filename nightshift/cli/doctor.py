@@ -6,11 +6,12 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nightshift.cli.gpu_memory import LEAST_GPU_MEMORY
 from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, mib, print_json
+from nightshift.gpu import ask_driver, cuda_of_torch, why_not_cuda
 
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHM, _LEAST_DISK = 8 * _GIB, 1 * _GIB, 5 * _GIB
@@ -93,18 +94,18 @@ def _rooms() -> Finding:
 
 
 def _device() -> Finding:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    driver, cuda = ask_driver(), cuda_of_torch()
+    if driver is None:
         return Finding("device", "ok", "CPU (no NVIDIA driver)")
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("device", "note", f"nvidia-smi does not answer: {error}", "reload the driver")
-    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode != 0 or not names:
-        return Finding("device", "note", "an NVIDIA driver, but no device", "look at nvidia-smi")
-    return Finding("device", "ok", f"{len(names)} x CUDA: {names[0]}")
+    cause, fix = why_not_cuda(driver, cuda)
+    if cause:
+        # With torch for the CPU a run takes the CPU; any other obstacle stops it.
+        return Finding("device", "note" if cuda == 0 or not (driver.gpus or driver.error) else "missing", cause, fix)
+    first = driver.gpus[0]
+    found = f"{len(driver.gpus)} x CUDA: {first.name}, {mib(first.memory)}, driver {driver.version}"
+    if min(gpu.memory for gpu in driver.gpus) < LEAST_GPU_MEMORY:
+        return Finding("device", "note", found, "small: a run says what of its job fits")
+    return Finding("device", "ok", found)
 
 
 def _hardware() -> list[Finding]:

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nightshift.cli import processes
+from nightshift.cli.estimate import read_shape
+from nightshift.cli.gpu_memory import check_gpu_memory
 from nightshift.cli.processes import RUN_ID_VARIABLE, Child
 from nightshift.config import JobSpec
+from nightshift.gpu import ask_driver, find_device
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutError
 
 #: Longest time for fetching or making a model.
@@ -91,6 +94,16 @@ def check_weight_store(spec: JobSpec) -> None:
             role="job",
             fix="Set it to a folder in memory, or to any folder with room for two copies of the weights",
         )
+
+
+def check_device(spec: JobSpec) -> None:
+    """Checks that the job's device is there, and that its roles fit into it together.
+
+    Raises:
+        BadInputError: says what is wrong with the driver, or what would fit.
+    """
+    if find_device(spec.resources.device) == "cuda" and (driver := ask_driver()) is not None:
+        check_gpu_memory(spec, read_shape(Path(spec.model.path)), driver.gpus)
 
 
 def weight_store(spec: JobSpec, run_id: str) -> Path:

@@ -106,6 +106,7 @@ def run_job(
     check_ports(spec)
     previous = _resumable(resume, spec) if resume is not None else None
     prepare.resolve_models(spec, say)
+    prepare.check_device(spec)
     for line in check_data(spec).lines:
         say(line)
     folder = previous or _new_folder(spec, run_dir)

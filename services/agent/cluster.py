@@ -27,16 +27,20 @@ class RayCluster:
     ends, and Ray sets a signal handler.
     """
 
-    def __init__(self, run_dir: Path, *, cpus: int, object_store_mib: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, run_dir: Path, *, cpus: int, gpus: int, object_store_mib: int, environment: Mapping[str, str]
+    ) -> None:
         """Prepares a cluster.
 
         Args:
             cpus: Ray's logical ones: how many actors may run, not how many cores there are.
+            gpus: CUDA devices that its actors may be given.
             environment: set before Ray is imported, and inherited by all of its processes.
         """
         self._logs = run_dir / "logs" / "ray"
         self._token = run_dir / "ray.token"
         self._cpus = cpus
+        self._gpus = gpus
         self._object_store_mib = object_store_mib
         self._environment = dict(environment)
         self._folder: Path | None = None
@@ -72,6 +76,7 @@ class RayCluster:
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
+                num_gpus=self._gpus,
                 object_store_memory=self._object_store_mib * _MIB,
                 include_dashboard=False,
                 log_to_driver=False,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from nightshift.config.job import JobSpec
 from nightshift.config.resources import ResourcesConfig
+from nightshift.gpu import Device, Placement, ask_driver, place
 from nightshift.wire.errors import BadInputError
 from services.rollout import weights
-from services.rollout.command import Device
 
 #: Where the trainer's ranks find their cores: a JSON list of core numbers.
 TRAINER_CORES_VARIABLE = "NIGHTSHIFT_TRAINER_CORES"
@@ -30,11 +30,16 @@ class Cores:
     trainer: tuple[int, ...]
 
 
-def choose_device(wanted: str) -> Device:
-    """The device of a job: what it names, else CUDA where an NVIDIA driver is loaded, else the CPU."""
-    if wanted == "cuda" or (wanted == "auto" and Path("/dev/nvidiactl").exists()):
-        return "cuda"
-    return "cpu"
+def allot_gpus(spec: JobSpec, device: Device) -> Placement | None:
+    """Which CUDA devices the roles have; None on a CPU.
+
+    Raises:
+        BadInputError: a device was asked for that is not there.
+    """
+    if device == "cpu":
+        return None
+    driver = ask_driver()
+    return place(spec.resources, spec.trainer.ranks, len(driver.gpus) if driver else 0)
 
 
 def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[int]) -> Cores:

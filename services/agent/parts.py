@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nightshift.config.job import JobSpec
+from nightshift.gpu import Device, Placement
 from nightshift.wire.errors import BadInputError
 from services.agent.cluster import RayCluster
 from services.agent.rollout_role import Server
-from services.rollout.command import Device
 from services.rollout.launch import VllmServer, free_port, port_is_free
 
 #: Logical CPUs of Ray beyond the trainer's ranks: its coordinator, Serve, and one to spare.
@@ -56,6 +56,7 @@ class Parts:
         log_path: Path,
         device: Device,
         cores: tuple[int, ...],
+        gpu: int | None,
         port: int,
         otlp: str | None,
     ) -> Server:
@@ -64,17 +65,20 @@ class Parts:
         Raises:
             BadInputError: there is no model, or the port is taken.
         """
-        server = VllmServer(spec, store=store, log_path=log_path, device=device, cores=cores, port=port, otlp=otlp)
+        server = VllmServer(
+            spec, store=store, log_path=log_path, device=device, cores=cores, gpu=gpu, port=port, otlp=otlp
+        )
         server.check_port()
         return server
 
-    def cluster(self, spec: JobSpec, run_dir: Path, environment: dict[str, str]) -> Cluster:
-        """A Ray cluster that has not been started."""
+    def cluster(self, spec: JobSpec, run_dir: Path, environment: dict[str, str], gpus: Placement | None) -> Cluster:
+        """A Ray cluster that has not been started; without ``gpus`` it has no CUDA devices to give."""
         from services.scorers.ingress import RAY_ENVIRONMENT
 
         return RayCluster(
             run_dir,
             cpus=spec.trainer.ranks + _MORE_CPUS,
+            gpus=1 + max((gpus.rollout, *gpus.trainer)) if gpus else 0,
             object_store_mib=spec.resources.ray_object_store_mib,
             environment={**RAY_ENVIRONMENT, **environment},
         )
@@ -113,8 +117,10 @@ class Parts:
                 states[name] = ("ready", "")
         return states
 
-    def trainer(self, spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str) -> Trainer:
+    def trainer(
+        self, spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str, gpus: Placement | None
+    ) -> Trainer:
         """Starts the trainer and waits until it answers; see :func:`services.trainer.launch.start`."""
         from services.trainer.launch import start
 
-        return start(spec, port, store, otlp, run_id)
+        return start(spec, port, store, otlp, run_id, gpus)

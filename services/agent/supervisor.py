@@ -18,6 +18,7 @@ from typing import Any
 
 from nightshift.config.job import JobSpec
 from nightshift.config.load import read_resolved
+from nightshift.gpu import find_device
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
 from services.agent import leftovers, machine
@@ -107,7 +108,8 @@ class Supervisor:
 
     def _start(self) -> None:
         spec = read_resolved(self._run_dir / "job.yaml")
-        device = machine.choose_device(spec.resources.device)
+        device = find_device(spec.resources.device)
+        gpus = machine.allot_gpus(spec, device)
         cores = machine.allot_cores(spec.resources, device, machine.available_cores())
         os.environ[_RUN_ID_VARIABLE] = self._run_id
         os.environ[machine.TRAINER_CORES_VARIABLE] = json.dumps(cores.trainer)
@@ -125,6 +127,7 @@ class Supervisor:
                 log_path=self._run_dir / "logs" / "rollout-0.log",
                 device=device,
                 cores=cores.rollout,
+                gpu=gpus.rollout if gpus else None,
                 port=ports.rollout,
                 otlp=self._otlp,
             )
@@ -134,12 +137,12 @@ class Supervisor:
             self._external_rollout = _external_server(spec.rollout.url)
 
         self._role = "agent"
-        self._cluster = self._parts.cluster(spec, self._run_dir, {})
+        self._cluster = self._parts.cluster(spec, self._run_dir, {}, gpus)
         self._cluster.start()
         self._install_handlers()  # Ray put its own in their place
 
         def start_trainer() -> Trainer:
-            return self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id)
+            return self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id, gpus)
 
         trainer = self._trainer_start = Background("the start of the trainer", start_trainer)
         began = time.monotonic()

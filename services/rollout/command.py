@@ -7,12 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from nightshift.config.job import JobSpec
+from nightshift.gpu import Device, visible_names
 from services.rollout.compat import installed_version, version_flags
-
-Device = Literal["cpu", "cuda"]
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SITE = Path(__file__).resolve().parent / "site"
@@ -53,6 +51,7 @@ def server_command(
     store: Path,
     device: Device = "cpu",
     cores: Sequence[int] = (),
+    gpu: int | None = None,
     weight_backend: str | None = None,
     otlp: str | None = None,
     max_positions: int | None = None,
@@ -64,6 +63,7 @@ def server_command(
     Args:
         store: folder of the published weights; the server takes weight files from nowhere else.
         cores: CPU cores that its compute threads are bound to (CPU only); empty: vLLM's own choice.
+        gpu: CUDA device of the server, as this process counts them; None: the first one.
         weight_backend: "safetensors", "ipc" or "nccl"; None: what suits the device.
         otlp: ``http://host:port`` to which its spans go; None: none are made.
         max_positions: longest context of the model; None: unknown.
@@ -117,6 +117,8 @@ def server_command(
             "OTEL_BSP_SCHEDULE_DELAY": "1000",  # ms
         }
     env |= _cpu_env(cores) if device == "cpu" else _cuda_env(backend)
+    if device == "cuda" and gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names([gpu], env.get("CUDA_VISIBLE_DEVICES")))
     return ServerCommand(argv, env)
 
 

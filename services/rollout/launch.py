@@ -20,10 +20,11 @@ from typing import Any
 import httpx
 
 from nightshift.config.job import JobSpec
+from nightshift.gpu import Device
 from nightshift.wire import codec
 from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError, WireError
 from nightshift.wire.frames import FrameReader
-from services.rollout.command import Device, default_backend, server_command
+from services.rollout.command import default_backend, server_command
 from services.rollout.diagnosis import diagnose
 
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -90,6 +91,7 @@ class VllmServer:
         log_path: Path,
         device: Device = "cpu",
         cores: Sequence[int] = (),
+        gpu: int | None = None,
         port: int = 0,
         weight_backend: str | None = None,
         otlp: str | None = None,
@@ -101,6 +103,7 @@ class VllmServer:
             store: folder of the published weights.
             log_path: file to which stdout and stderr of the server are appended.
             cores: CPU cores of all its processes (CPU only); empty: all.
+            gpu: its CUDA device, as this process counts them; None: the first one.
             port: 0: a free one, chosen anew at each start.
 
         Raises:
@@ -117,6 +120,7 @@ class VllmServer:
         self._log_start = 0
         self._device = device
         self._cores = list(cores) if device == "cpu" else []
+        self._gpu = gpu
         self._wanted_port = port
         self._otlp = otlp
         self._max_positions = max_positions(Path(spec.model.path))
@@ -173,6 +177,7 @@ class VllmServer:
             store=self._store,
             device=self._device,
             cores=self._cores,
+            gpu=self._gpu,
             weight_backend=self.weight_backend,
             otlp=self._otlp,
             max_positions=self._max_positions,

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from nightshift.config import JobSpec
+from nightshift.gpu import Placement, find_device
 from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError
 from services.trainer.config import RankConfig
 from services.trainer.coordinator_actor import CoordinatorActor
@@ -57,7 +58,9 @@ class TrainerHandle:
             ray.kill(self._actor, no_restart=True)
 
 
-def start(spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str) -> TrainerHandle:
+def start(
+    spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str, gpus: Placement | None = None
+) -> TrainerHandle:
     """Starts coordinator and ranks, and waits until the service answers.
 
     The process must have called ray.init. ``NIGHTSHIFT_TRAINER_CORES`` (a JSON list) names the ranks' CPU cores.
@@ -68,13 +71,14 @@ def start(spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str) 
         store: folder of published weights.
         otlp: OTLP/gRPC endpoint for spans, or None.
         run_id: the run that the trainer belongs to.
+        gpus: CUDA devices of the roles; None: what Ray gives.
 
     Raises:
         BadInputError: the model or a setting cannot be used.
         RoleTimeoutError: not ready within ``trainer.start_timeout_s``.
         RoleError: the port is taken, or a rank failed at its start.
     """
-    config = RankConfig.from_spec(spec, device(spec.resources.device))
+    config = RankConfig.from_spec(spec, find_device(spec.resources.device), gpus)
     settings = {
         "ranks": spec.trainer.ranks,
         "port": port,
@@ -103,13 +107,6 @@ def start(spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str) 
         ray.kill(actor, no_restart=True)
         raise _rebuilt(outcome["error"])
     return TrainerHandle(actor, f"grpc://127.0.0.1:{outcome['port']}", outcome["pids"])
-
-
-def device(wanted: str) -> str:
-    """ "cuda" or "cpu": what the job names, else CUDA where an NVIDIA driver is loaded."""
-    if wanted == "cuda" or (wanted == "auto" and Path("/dev/nvidiactl").exists()):
-        return "cuda"
-    return "cpu"
 
 
 def _rebuilt(values: dict[str, Any]) -> RoleError | BadInputError:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nightshift.gpu import visible_names
 from nightshift.wire import codec
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import unpack_loss, unpack_samples
@@ -40,7 +41,9 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
     if config.gpus:
         # Its own device, and to rank 0 the one that weights are published to. Ray counts devices and chooses none.
         seen = [config.gpus[rank], *([config.rollout_gpu] if rank == 0 and config.rollout_gpu is not None else [])]
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices(list(dict.fromkeys(seen)))))
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible_names(list(dict.fromkeys(seen)), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        )
         values["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     if config.device == "cpu":
         values |= {
@@ -54,13 +57,6 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
         }
     cores = os.environ.get(CORES_VARIABLE)
     return values | ({CORES_VARIABLE: cores} if cores else {})
-
-
-def visible_devices(indices: Sequence[int]) -> list[str]:
-    """The names of devices for CUDA_VISIBLE_DEVICES: the indices count those that this process may see itself."""
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = own.split(",") if own else None
-    return [names[index].strip() if names and index < len(names) else str(index) for index in indices]
 
 
 class RankActor:

@@ -93,7 +93,7 @@ class FakeParts(Parts):
         self.log(f"store exists: {arguments['store'].is_dir()}")
         return Server(self.scenario)
 
-    def cluster(self, spec, run_dir, environment):
+    def cluster(self, spec, run_dir, environment, gpus):
         parts = self
 
         class Cluster:
@@ -133,7 +133,7 @@ class FakeParts(Parts):
         state = json.loads(path.read_text()) if path.exists() else ["ready", ""]
         return {name: tuple(state) for name in applications}
 
-    def trainer(self, spec, port, store, otlp, run_id):
+    def trainer(self, spec, port, store, otlp, run_id, gpus):
         if self.scenario == "trainer fails":
             raise RoleError("out of memory", role="trainer", fix="Take fewer ranks")
         if self.scenario == "bug":

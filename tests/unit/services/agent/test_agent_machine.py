@@ -9,7 +9,7 @@ import pytest
 from nightshift.config.job import JobSpec
 from nightshift.config.resources import ResourcesConfig
 from nightshift.wire.errors import BadInputError
-from services.agent.machine import allot_cores, check_store_room, choose_device
+from services.agent.machine import allot_cores, check_store_room
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,6 @@ def test_a_core_that_is_not_there_is_named():
 def test_on_cuda_nothing_is_pinned_unless_asked_for():
     assert allot_cores(ResourcesConfig(), "cuda", [0, 1]).rollout == ()
     assert allot_cores(ResourcesConfig(trainer_cores=[1]), "cuda", [0, 1]).trainer == (1,)
-
-
-def test_a_named_device_is_taken():
-    assert choose_device("cpu") == "cpu"
-    assert choose_device("cuda") == "cuda"
 
 
 def test_a_store_without_room_is_refused_with_the_sizes(tmp_path, monkeypatch):

@@ -24,9 +24,7 @@ def test_values_and_gradients_do_not_depend_on_the_chunk(chunk: int) -> None:
     got = head_log_probs(hidden, weight, targets, temperature, chunk=chunk)
     want = whole(hidden, weight, targets, temperature)
     scale = torch.randn(2, 7)
-    gradients = [
-        torch.autograd.grad((torch.stack(values) * scale).sum(), (hidden, weight)) for values in (got, want)
-    ]
+    gradients = [torch.autograd.grad((torch.stack(values) * scale).sum(), (hidden, weight)) for values in (got, want)]
     for one, other in (*zip(got, want, strict=True), *zip(*gradients, strict=True)):
         assert torch.allclose(one.double(), other.double(), atol=1e-5)
 
