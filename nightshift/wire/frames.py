@@ -1,8 +1,8 @@
 """Frames of a generated response: length-prefixed msgpack messages, so that a prefix of it is whole at any moment.
 
 A frame is four bytes of length (unsigned, little-endian) and one message of :mod:`nightshift.wire.codec`:
-``{"start": int, "ids": int32 [n], "logprobs": float32 [n], "versions": [[version, start, end], ...],
-"finish_reason": str, "error": str, "engine_versions": [[version, start, end], ...] | None}``.
+``{"request_id": str, "start": int, "ids": int32 [n], "logprobs": float32 [n], "versions": [[version, start, end],
+...], "finish_reason": str, "error": str, "engine_versions": [[version, start, end], ...] | None}``.
 Offsets count tokens of the response; the versions of a frame cover its own tokens.
 """
 
@@ -39,6 +39,7 @@ class Frame:
             does not.
     """
 
+    request_id: str
     start: int
     ids: Ids  # [n] int32
     logprobs: Floats  # [n] float32
@@ -62,6 +63,7 @@ def pack_frame(frame: Frame) -> bytes:
     """A frame with its length before it."""
     message = codec.pack(
         {
+            "request_id": frame.request_id,
             "start": frame.start,
             "ids": frame.ids,
             "logprobs": frame.logprobs,
@@ -124,6 +126,7 @@ def _frame(data: bytes) -> Frame:
     try:
         engine = values["engine_versions"]
         frame = Frame(
+            request_id=values["request_id"],
             start=values["start"],
             ids=values["ids"],
             logprobs=values["logprobs"],
@@ -134,11 +137,10 @@ def _frame(data: bytes) -> Frame:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"malformed frame: {type(error).__name__}: {error}") from error
-    if type(frame.start) is not int or not isinstance(frame.finish_reason, str) or not isinstance(frame.error, str):
+    texts = (frame.request_id, frame.finish_reason, frame.error)
+    if type(frame.start) is not int or not all(isinstance(text, str) for text in texts):
         raise WireError("malformed frame: a field has another type")
     for name, array, dtype in (("ids", frame.ids, np.int32), ("logprobs", frame.logprobs, np.float32)):
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
             raise WireError(f"malformed frame: {name} is no {dtype.__name__} array of one dimension")
-    if len(frame.ids) != len(frame.logprobs):
-        raise WireError(f"malformed frame: {len(frame.logprobs)} log-probs for {len(frame.ids)} tokens")
     return frame

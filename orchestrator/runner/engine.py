@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,60 +11,24 @@ from typing import Any
 import httpx
 import numpy as np
 
-from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
-from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Floats, Ids, VersionSpan
+from nightshift.wire import codec
+from nightshift.wire.errors import RoleTimeoutError, VersionConflictError
+from nightshift.wire.experience import Floats, Ids
+from orchestrator.runner.answers import (
+    EngineAwayError,
+    EngineLateError,
+    EngineRefusedError,
+    Generated,
+    GenerateRequest,
+    InvalidAnswerError,
+    parse_generated,
+)
+from orchestrator.runner.capabilities import GENERATE, INFO, ROUTE, Capabilities, from_info, from_statuses
+from orchestrator.runner.collector import Collector
 
-#: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
-_ROUNDING = 1e-4
 _ADMIN_TIMEOUT_S = 60.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-GENERATE = "/inference/v1/generate"
-
-
-class EngineAwayError(RoleError):
-    """The server did not answer, or answered that it cannot now: the request may be sent again.
-
-    ``lost`` says that there was no connection, or one to another start of the server.
-    """
-
-    def __init__(self, message: str, *, lost: bool = False) -> None:
-        super().__init__(message, role="rollout")
-        self.lost = lost
-
-
-class EngineRefusedError(RoleError):
-    """The server refused the request itself (4xx): sending it again would not help."""
-
-
-class InvalidAnswerError(RoleError):
-    """The server answered with something that cannot be trained on; ``kind`` counts it."""
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message, role="rollout")
-        self.kind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One sample to be drawn."""
-
-    request_id: str
-    prompt_ids: Ids  # [P] int32
-    max_tokens: int
-    temperature: float  # 0 is greedy
-    stop_token_ids: tuple[int, ...]
-    seed: int | None = None
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One drawn response of T tokens."""
-
-    response_ids: Ids  # [T] int32
-    logprobs: Floats  # [T] float32
-    versions: list[VersionSpan]
-    finish_reason: str
+_ADMIN_CONNECTIONS = 8
 
 
 @dataclass(slots=True)
@@ -80,38 +44,76 @@ class EngineAddress:
 
 
 class Engine:
-    """One server. All calls have a deadline; errors say whether sending again can help."""
+    """One server. All calls have a deadline; errors say whether sending again can help.
 
-    def __init__(self, address: EngineAddress, request_timeout_s: float, connections: int = 256) -> None:
+    Args:
+        address: where it is.
+        request_timeout_s: longest time for one response.
+        flush_tokens: tokens after which a part of a response is sent, so that it outlives the server; 0: only whole
+            responses are.
+    """
+
+    def __init__(self, address: EngineAddress, request_timeout_s: float, flush_tokens: int = 0) -> None:
         self.address = address
+        self.capabilities: Capabilities | None = None
         self._timeout_s = request_timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=address.url,
-            headers={"Authorization": f"Bearer {address.token}"},
-            timeout=httpx.Timeout(request_timeout_s, connect=5.0, pool=None),
+        self._flush_tokens = flush_tokens
+        # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
+        self._samples = self._client(None)
+        self._http = self._client(_ADMIN_CONNECTIONS)
+
+    def _client(self, connections: int | None) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.address.url,
+            headers={"Authorization": f"Bearer {self.address.token}"},
+            timeout=httpx.Timeout(self._timeout_s, connect=5.0, pool=None),
             # A proxy of the environment is meant for the outside, and cannot reach this machine's loopback.
-            trust_env=httpx.URL(address.url).host not in _LOOPBACK,
+            trust_env=httpx.URL(self.address.url).host not in _LOOPBACK,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         )
 
     async def close(self) -> None:
         """Closes the connections."""
+        await self._samples.aclose()
         await self._http.aclose()
+
+    async def connect(self) -> Capabilities:
+        """Finds out what the server can do, once.
+
+        Raises:
+            RoleError: it is away, or lacks something that is needed; the message names the flag.
+        """
+        if self.capabilities is None:
+            name = self.address.name
+            info = await self._get(INFO)
+            if info.status_code == 200:
+                self.capabilities = from_info(name, _object(info, name, INFO))
+            else:
+                version = str(_object(await self._get("/version"), name, "/version").get("version", ""))
+                statuses = {path: (await self._get(path)).status_code for path in ("/is_paused", "/weight_info")}
+                probe = await self._request("POST", GENERATE, body={}, timeout_s=_ADMIN_TIMEOUT_S)
+                self.capabilities = from_statuses(name, version, statuses | {GENERATE: probe.status_code})
+        return self.capabilities
 
     async def generate(self, request: GenerateRequest, on_sent: Callable[[], None] | None = None) -> Generated:
         """Draws one sample. ``on_sent`` is called when the request has left.
 
         Raises:
-            EngineAwayError: connection lost, 5xx or time-out: send again.
+            EngineAwayError: connection lost, 5xx or aborted: send again; ``partial`` holds what came in.
+            EngineLateError: no end within the time of one request.
             EngineRefusedError: 4xx.
             InvalidAnswerError: the answer is not that of this request, or its log-probs are unusable.
         """
+        if (await self.connect()).route:
+            return await self._draw(request, on_sent)
         sampling: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "logprobs": 0,
             "detokenize": False,
             "stop_token_ids": list(request.stop_token_ids),
+            "min_tokens": request.min_tokens,
+            "ignore_eos": request.ignore_eos,
         }
         if request.seed is not None:
             sampling["seed"] = request.seed
@@ -120,9 +122,52 @@ class Engine:
             headers["traceparent"] = request.traceparent
         body = {"token_ids": request.prompt_ids.tolist(), "sampling_params": sampling}
         answer = await self._call(
-            "POST", GENERATE, body=body, headers=headers, timeout_s=self._timeout_s, on_sent=on_sent
+            "POST",
+            GENERATE,
+            body=body,
+            headers=headers,
+            timeout_s=self._timeout_s,
+            on_sent=on_sent,
+            client=self._samples,
         )
         return parse_generated(answer, request.request_id)
+
+    async def _draw(self, request: GenerateRequest, on_sent: Callable[[], None] | None) -> Generated:
+        """Draws one sample by our own route."""
+        body = {
+            "request_id": request.request_id,
+            "token_ids": request.prompt_ids.astype(np.int32, copy=False),
+            "flush_tokens": self._flush_tokens,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "stop_token_ids": np.array(request.stop_token_ids, np.int32),
+            "seed": request.seed,
+            "min_tokens": request.min_tokens,
+            "ignore_eos": request.ignore_eos,
+        }
+        headers = {"Content-Type": "application/msgpack"}
+        if request.traceparent:
+            headers["traceparent"] = request.traceparent
+        name, collector = self.address.name, Collector(request.request_id)
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._samples.stream(
+                    "POST", ROUTE, content=codec.pack(body), headers=headers, extensions=_extensions(on_sent)
+                ) as answer,
+            ):
+                if answer.status_code != 200:
+                    await answer.aread()
+                    self._check_status(answer, ROUTE)
+                async for data in answer.aiter_raw():
+                    collector.feed(data)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise EngineLateError(
+                f"{name} did not answer {ROUTE} within {self._timeout_s:g} s", partial=collector.partial()
+            ) from error
+        except httpx.HTTPError as error:
+            raise self._away(error, collector.partial()) from error
+        return collector.finish()
 
     async def score(self, prompt_ids: Ids, response_ids: Ids) -> Floats:
         """Log-probs [T] of the response tokens under the server's weights, at temperature 1."""
@@ -147,7 +192,8 @@ class Engine:
 
     async def weight_version(self) -> str:
         """The version that the server says it holds."""
-        return str((await self._call("GET", "/weight_info")).get("weight_version", ""))
+        path = INFO if (await self.connect()).route else "/weight_info"
+        return str((await self._call("GET", path)).get("weight_version", ""))
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Prepares the weight transfer; once per start of the server."""
@@ -188,6 +234,8 @@ class Engine:
             )
         return time.perf_counter() - began
 
+    # HTTP -------------------------------------------------------------------------------------------------------------
+
     async def _call(
         self,
         method: str,
@@ -197,95 +245,74 @@ class Engine:
         headers: dict[str, str] | None = None,
         timeout_s: float = _ADMIN_TIMEOUT_S,
         on_sent: Callable[[], None] | None = None,
+        client: httpx.AsyncClient | None = None,
     ) -> dict[str, Any]:
-        name = self.address.name
+        answer = await self._request(
+            method, path, body=body, headers=headers, timeout_s=timeout_s, on_sent=on_sent, client=client
+        )
+        self._check_status(answer, path)
+        return _object(answer, self.address.name, path)
 
-        async def trace(event: str, _info: Any) -> None:
-            if on_sent is not None and event.endswith("send_request_body.complete"):
-                on_sent()
+    async def _get(self, path: str) -> httpx.Response:
+        """An answer of any status but those that say that the server is away."""
+        answer = await self._request("GET", path, timeout_s=_ADMIN_TIMEOUT_S)
+        if answer.status_code == 401 or answer.status_code >= 500:
+            self._check_status(answer, path)
+        return answer
 
-        extensions = {"trace": trace} if on_sent is not None else None
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        on_sent: Callable[[], None] | None = None,
+        client: httpx.AsyncClient | None = None,
+    ) -> httpx.Response:
         try:
-            answer = await self._http.request(
-                method, path, json=body, headers=headers, timeout=timeout_s, extensions=extensions
+            return await (client or self._http).request(
+                method, path, json=body, headers=headers, timeout=timeout_s, extensions=_extensions(on_sent)
             )
         except httpx.TimeoutException as error:
-            raise RoleTimeoutError(f"{name} did not answer {path} within {timeout_s:g} s", role="rollout") from error
+            raise RoleTimeoutError(
+                f"{self.address.name} did not answer {path} within {timeout_s:g} s", role="rollout"
+            ) from error
         except httpx.HTTPError as error:
-            cause = str(error) or type(error).__name__
-            raise EngineAwayError(f"{name} at {self.address.url} is away: {cause}", lost=True) from error
-        # A token that is refused is that of an earlier start of the server, whose address was not read again yet.
-        if (refused := answer.status_code in (401, 403)) or answer.status_code >= 500:
-            raise EngineAwayError(
-                f"{name} answered {path} with {answer.status_code}: {answer.text[:300]}", lost=refused
-            )
-        if answer.status_code >= 400:
-            raise EngineRefusedError(
-                f"{name} refused {path} with {answer.status_code}: {answer.text[:300]}", role="rollout"
-            )
-        try:
-            value = answer.json() if answer.content else {}
-        except ValueError as error:
-            raise EngineAwayError(f"{name} answered {path} with something else than JSON") from error
-        return value if isinstance(value, dict) else {}
+            raise self._away(error) from error
 
-
-def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
-    """Checks and reads the answer to a generate request.
-
-    Raises:
-        InvalidAnswerError: wrong request id, log-probs that are missing, null, positive or not one per token, ids that
-            disagree with the log-probs', version spans that leave a gap, an unknown finish reason.
-        EngineAwayError: the server aborted the request.
-    """
-    answered = str(answer.get("request_id", ""))
-    if answered.removeprefix("generate-tokens-") != request_id:
-        raise InvalidAnswerError(f"asked for {request_id}, answered {answered!r}", "request_id")
-    try:
-        choice = _only_choice(answer, request_id)
-        if choice.get("finish_reason") == FINISH_ABORT:
-            raise EngineAwayError(f"{request_id} was aborted by the server")
-        if choice.get("finish_reason") not in (FINISH_STOP, FINISH_LENGTH):
-            raise InvalidAnswerError(f"{request_id}: finish reason {choice.get('finish_reason')!r}", "finish_reason")
-        ids = choice.get("token_ids") or []
-        if any(type(token) is not int or token < 0 for token in ids):
-            raise InvalidAnswerError(f"{request_id}: token ids {ids}", "token_ids")
-        return Generated(
-            response_ids=np.array(ids, dtype=np.int32),
-            logprobs=_logprobs(choice, ids, request_id),
-            versions=_spans(choice, len(ids), request_id),
-            finish_reason=str(choice["finish_reason"]),
+    def _away(self, error: httpx.HTTPError, partial: Generated | None = None) -> EngineAwayError:
+        cause = str(error) or type(error).__name__
+        return EngineAwayError(
+            f"{self.address.name} at {self.address.url} is away: {cause}", lost=True, partial=partial
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"{request_id}: malformed answer: {type(error).__name__}: {error}", "form") from error
+
+    def _check_status(self, answer: httpx.Response, path: str) -> None:
+        name, status = self.address.name, answer.status_code
+        # A token that is refused is that of an earlier start of the server, whose address was not read again yet.
+        if (refused := status in (401, 403)) or status >= 500:
+            raise EngineAwayError(f"{name} answered {path} with {status}: {answer.text[:300]}", lost=refused)
+        if status >= 400:
+            raise EngineRefusedError(f"{name} refused {path} with {status}: {answer.text[:300]}", role="rollout")
 
 
-def _only_choice(answer: dict[str, Any], request_id: str) -> dict[str, Any]:
-    choices = answer.get("choices") or []
-    if len(choices) != 1:
-        raise InvalidAnswerError(f"{request_id}: {len(choices)} choices for one sample", "choices")
-    return dict(choices[0])
+def _extensions(on_sent: Callable[[], None] | None) -> dict[str, Any] | None:
+    """Has httpx say when a request has left."""
+    if on_sent is None:
+        return None
+    tell = on_sent
+
+    async def trace(event: str, _info: Any) -> None:
+        if event.endswith("send_request_body.complete"):
+            tell()
+
+    return {"trace": trace}
 
 
-def _logprobs(choice: dict[str, Any], ids: list[int], request_id: str) -> Floats:
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if len(content) != len(ids):
-        raise InvalidAnswerError(f"{request_id}: {len(content)} log-probs for {len(ids)} tokens", "logprobs")
-    values = [entry.get("logprob") for entry in content]
-    for value in values:
-        if not isinstance(value, int | float) or not math.isfinite(value) or value > _ROUNDING:
-            raise InvalidAnswerError(f"{request_id}: log-prob {value!r}", "logprobs")
-    if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
-        raise InvalidAnswerError(f"{request_id}: log-probs of other tokens than the sampled ones", "logprobs")
-    return np.minimum(np.array(values, dtype=np.float32), np.float32(0))
-
-
-def _spans(choice: dict[str, Any], tokens: int, request_id: str) -> list[VersionSpan]:
-    spans = [
-        VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-        for span in choice.get("weight_versions") or []
-    ]
-    ends = [0, *(span.end for span in spans)]
-    if tokens and (ends[-1] != tokens or any(span.start != at for span, at in zip(spans, ends, strict=False))):
-        raise InvalidAnswerError(f"{request_id}: version spans {spans} for {tokens} tokens", "versions")
-    return spans
+def _object(answer: httpx.Response, name: str, path: str) -> dict[str, Any]:
+    try:
+        value = answer.json() if answer.content else {}
+    except ValueError as error:
+        raise EngineAwayError(f"{name} answered {path} with something else than JSON") from error
+    return value if isinstance(value, dict) else {}

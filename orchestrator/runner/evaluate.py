@@ -10,7 +10,7 @@ import numpy as np
 from nightshift.config import JobSpec
 from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.experience import Sample
-from orchestrator.runner.engine import EngineRefusedError, GenerateRequest, InvalidAnswerError
+from orchestrator.runner.answers import EngineRefusedError, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import combine_rewards, reward_inputs
 from orchestrator.runner.scorer import ScorerClient

@@ -14,15 +14,16 @@ import numpy as np
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
-from orchestrator.runner.engine import (
-    Engine,
-    EngineAddress,
+from orchestrator.runner.answers import (
     EngineAwayError,
+    EngineRefusedError,
     Generated,
     GenerateRequest,
     InvalidAnswerError,
 )
+from orchestrator.runner.engine import Engine, EngineAddress
 from orchestrator.runner.health import Health, ProbeLimits, probe_failure
+from orchestrator.runner.prefix import completed, join, rest
 from orchestrator.runner.trainer import Publication
 
 #: Seconds between two looks at the servers.
@@ -32,8 +33,8 @@ _LOOK_S = 0.5
 class Server:
     """One server and what the run knows of it."""
 
-    def __init__(self, address: EngineAddress, request_timeout_s: float) -> None:
-        self.engine = Engine(address, request_timeout_s)
+    def __init__(self, address: EngineAddress, request_timeout_s: float, flush_tokens: int = 0) -> None:
+        self.engine = Engine(address, request_timeout_s, flush_tokens)
         self.health = Health()
         self.running = 0
         self.initialised = False
@@ -53,6 +54,9 @@ class Fleet:
         limits: how near server and trainer must be on them.
         refresh: reads the current addresses; a changed incarnation is a restarted server.
         drain: wait for running requests before a push, instead of updating under them.
+        flush_tokens: tokens after which servers send a part of a response. What came in of one that broke off is kept,
+            and only the rest is drawn again; 0: responses are drawn whole or not at all.
+        max_staleness: versions between a kept token and the published weights, above which it is not kept; None: any.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Fleet:
         away_s: float,
         retries: int,
         drain: bool = False,
+        flush_tokens: int = 0,
+        max_staleness: int | None = None,
     ) -> None:
         self._events = events
         self._refresh = refresh
@@ -76,7 +82,9 @@ class Fleet:
         self._away_s = away_s
         self._retries = retries
         self._mode = "wait" if drain else "keep"
-        self._servers = {address.name: Server(address, request_timeout_s) for address in addresses}
+        self._flush_tokens = flush_tokens
+        self._max_staleness = max_staleness
+        self._servers = {address.name: Server(address, request_timeout_s, flush_tokens) for address in addresses}
         self._published: Publication | None = None
         self._versions: dict[str, int] = {}  # published by this process, in their order
         self._previous_probe: np.ndarray | None = None
@@ -84,6 +92,7 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._push_lock = asyncio.Lock()
         self._rejected: Counter[str] = Counter()
+        self._kept_tokens = 0
         self._turnstile: asyncio.Lock | None = None
         self._sent = 0
 
@@ -101,6 +110,11 @@ class Fleet:
         """Answers that were refused since the last call, by kind."""
         rejected, self._rejected = self._rejected, Counter()
         return rejected
+
+    def take_kept(self) -> int:
+        """Tokens of responses that broke off and were kept, since the last call."""
+        kept, self._kept_tokens = self._kept_tokens, 0
+        return kept
 
     def start(self) -> None:
         """Begins to watch for restarted servers."""
@@ -120,7 +134,7 @@ class Fleet:
         """Draws one sample, on another server or later where one fails.
 
         An attempt that was given up never counts: its answer goes to a closed connection, and the next attempt has a
-        request id of its own.
+        request id of its own. What had come in before it broke off counts, and the next attempt goes on behind it.
 
         Args:
             request: what to draw.
@@ -133,22 +147,31 @@ class Fleet:
         """
         deadline = time.monotonic() + self._away_s
         attempt, pause = 0, 0.1
+        prefix: Generated | None = None
         while True:
             server = await self._acquire(deadline)
+            if prefix is not None and self._too_old(prefix):
+                prefix = None
             server.running += 1
             span = retry_span(attempt) if retry_span and attempt else nullcontext(request.traceparent)
+            held = server.health.version
             try:
                 with span as traceparent:
-                    return await self._send(
-                        server,
-                        replace(request, request_id=f"{request.request_id}.{attempt}", traceparent=traceparent),
-                    )
+                    part = rest(request, prefix)
+                    named = replace(part, request_id=f"{part.request_id}.{attempt}", traceparent=traceparent)
+                    return join(prefix, await self._send(server, named))
+            except EngineRefusedError:
+                if prefix is None:
+                    raise
+                prefix = None  # a context that is full, for instance: the whole is asked for once more
             except InvalidAnswerError as error:
                 self._rejected[error.kind] += 1
                 if attempt >= self._retries:
                     raise
+                prefix = self._keep(prefix, error.partial, held)
             except (EngineAwayError, RoleTimeoutError) as error:
                 self._suspect(server, error)
+                prefix = self._keep(prefix, getattr(error, "partial", None), held)
                 if time.monotonic() + pause > deadline:
                     raise RoleTimeoutError(
                         f"{request.request_id} had no answer for {self._away_s:g} s; last: {error.message}",
@@ -156,6 +179,8 @@ class Fleet:
                     ) from error
             finally:
                 server.running -= 1
+            if prefix is not None and (whole := completed(request, prefix)) is not None:
+                return whole
             attempt += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -241,6 +266,21 @@ class Fleet:
             self._sent += 1
         return self._check_versions(server, await answer, oldest)
 
+    def _keep(self, prefix: Generated | None, partial: Generated | None, held: str) -> Generated | None:
+        """The prefix with what came in behind it, as far as its weights are those that they must be."""
+        oldest = self._versions.get(held, 0)
+        if partial is None or not self._flush_tokens:
+            return prefix
+        if any(self._versions.get(span.version, -1) < oldest for span in partial.versions):
+            return prefix
+        self._kept_tokens += len(partial.response_ids)
+        return join(prefix, partial)
+
+    def _too_old(self, prefix: Generated) -> bool:
+        """Whether no update can use these tokens any more: the next one starts from the published weights or later."""
+        oldest = min((self._versions.get(span.version, -1) for span in prefix.versions), default=0)
+        return self._max_staleness is not None and len(self._versions) - 1 - oldest > self._max_staleness
+
     def _check_versions(self, server: Server, answer: Generated, oldest: int) -> Generated:
         """Refuses tokens of weights that were never published, or of older ones than the server held at the start."""
         for span in answer.versions:
@@ -290,6 +330,7 @@ class Fleet:
         if publication is None:
             return 0.0
         server.health.pushing()
+        await server.engine.connect()
         if not server.initialised:
             await server.engine.init_transfer(server.engine.address.init_info)
             server.initialised = True
@@ -353,7 +394,7 @@ class Fleet:
         for address in self._refresh() or []:
             known = self._servers.get(address.name)
             if known is None or known.engine.address.incarnation != address.incarnation:
-                self._servers[address.name] = Server(address, self._request_timeout_s)
+                self._servers[address.name] = Server(address, self._request_timeout_s, self._flush_tokens)
                 if known is not None:
                     await known.engine.close()
 

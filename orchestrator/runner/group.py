@@ -17,7 +17,7 @@ from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
-from orchestrator.runner.engine import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
+from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.intervals import BusyClock, Interval
 from orchestrator.runner.scorer import ScorerClient, require_ids
@@ -106,7 +106,8 @@ class GroupRunner:
         self._rewards = rewards
         self._reference = reference
         self._tracing = tracing
-        self._stop_ids = tuple(sorted({*tokenizer.eos_ids, *spec.rollout.stop_token_ids}))
+        ending = {*tokenizer.eos_ids, *spec.rollout.stop_token_ids}
+        self._stop_ids = () if spec.rollout.ignore_eos else tuple(sorted(ending))
         self.busy = BusyClock()  # time in which samples were drawn
         self.calls: Counter[str] = Counter()  # calls in progress by role, for the progress view
 
@@ -151,6 +152,8 @@ class GroupRunner:
                 temperature=rollout.temperature,
                 stop_token_ids=self._stop_ids,
                 seed=seed,
+                min_tokens=rollout.min_response_length,
+                ignore_eos=rollout.ignore_eos,
                 traceparent=traceparent,
             )
             try:

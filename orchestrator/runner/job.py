@@ -342,6 +342,9 @@ class Job:
             away_s=pipeline.role_timeout_s,
             retries=pipeline.retries,
             drain=pipeline.weight_update == "drain",
+            # A rest that another server draws is no function of the seed.
+            flush_tokens=0 if pipeline.deterministic else rollout.flush_tokens,
+            max_staleness=pipeline.max_staleness,
         )
 
     def _probe(self, train: PromptSet) -> list[SequenceInput]:

@@ -136,6 +136,7 @@ class Stepper:
             expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
             metrics = batch_metrics(groups, self.step) | advantage_metrics(report)
             metrics["rollout/failed_groups"] = float(len(failures))
+            metrics["rollout/kept_tokens"] = float(self._fleet.take_kept())
             rejected = self._fleet.take_rejected()
             metrics |= {f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()}
             span = self._tracing.job_span(

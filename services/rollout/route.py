@@ -93,7 +93,7 @@ class Route:
         except (WireError, ValueError) as error:
             await answer_json(send, 400, {"error": {"code": 400, "message": str(error)}})
             return
-        stream = self._streams.add(request, wanted.flush_tokens)
+        stream = self._streams.add(wanted.request_id, request, wanted.flush_tokens)
         gone = asyncio.create_task(_disconnected(receive))
         sending = asyncio.create_task(_send_frames(stream, send))
         try:

@@ -24,10 +24,12 @@ class Stream:
     """One response on its way to its client.
 
     Attributes:
+        request_id: the client's name for it.
         refusal: status and text, where the request failed before any token of it was sent.
     """
 
-    def __init__(self, request: EngineRequest, flush_tokens: int, tracker: VersionTracker) -> None:
+    def __init__(self, request_id: str, request: EngineRequest, flush_tokens: int, tracker: VersionTracker) -> None:
+        self.request_id = request_id
         self.request = request
         self.flush_tokens = flush_tokens
         self.refusal: tuple[int, str] | None = None
@@ -74,6 +76,7 @@ class Stream:
     def _frame(self, end: int, outcome: Outcome | None = None) -> Frame:
         ids, logprobs = self.request.tokens(self.sent, end)
         return Frame(
+            request_id=self.request_id,
             start=self.sent,
             ids=ids,
             logprobs=logprobs,
@@ -91,7 +94,7 @@ class Stream:
                 self.refusal = status, text
                 return b""
             empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return pack_frame(Frame(self.sent, *empty, finish_reason=FINISH_ERROR, error=text))
+            return pack_frame(Frame(self.request_id, self.sent, *empty, finish_reason=FINISH_ERROR, error=text))
 
 
 class Streams:
@@ -115,10 +118,10 @@ class Streams:
             key = f"{request_id}~{number}"
         return key
 
-    def add(self, request: EngineRequest, flush_tokens: int) -> Stream:
+    def add(self, request_id: str, request: EngineRequest, flush_tokens: int) -> Stream:
         """Starts a request."""
         self.tracker.open(request.request_id)
-        stream = self._streams[request.request_id] = Stream(request, flush_tokens, self.tracker)
+        stream = self._streams[request.request_id] = Stream(request_id, request, flush_tokens, self.tracker)
         if stream.streams and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look())
         return stream

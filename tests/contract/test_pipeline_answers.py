@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.audit import audit, balance, final_updates
-from tests.fakes.engine import Request
+from tests.fakes.requests import Request
 from tests.fakes.run import FakeRun
 from tests.fixtures.tokenizer_k import BOS, EOS
 
@@ -96,7 +96,7 @@ async def test_o31_only_broken_log_probs_end_the_run_with_that_reason(tmp_path: 
     async with FakeRun(tmp_path, prompts=8, pipeline={"retries": 0}) as run:
         run.engine.faults.plan("null_logprob", times=None)
         assert await run.run() == 1
-        assert "log-prob None" in run.error()
+        assert "log-prob nan" in run.error()
         assert not run.updates
 
 

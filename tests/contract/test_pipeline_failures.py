@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance
-from tests.fakes.engine import Request
+from tests.fakes.requests import Request
 from tests.fakes.run import FakeRun
 
 
@@ -110,7 +110,7 @@ async def test_o38b_a_server_that_hangs_for_good_is_named(tmp_path: Path) -> Non
         run.engine.faults.plan("hang", times=None)
         assert await run.run() == 1
         assert "[rollout]" in run.error()
-        assert "rollout-0 did not answer /inference/v1/generate within 0.2 s" in run.error()
+        assert "rollout-0 did not answer /nightshift/v1/generate within 0.2 s" in run.error()
 
 
 async def test_o38c_a_server_that_is_gone_for_good_is_named(tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ import pytest
 from orchestrator.runner.engine import Engine
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance
-from tests.fakes.engine import FakeEngine, Request
+from tests.fakes.engine import FakeEngine
+from tests.fakes.requests import GENERATE, INFO, ROUTE, Request
 from tests.fakes.run import FakeRun
 
-PUSH = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/weight_info"]
+PUSH = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", INFO]
 
 
 def admin(engine: FakeEngine) -> list[str]:
     """Paths of the calls that are no samples and no scores."""
-    paths = [request.path.split("?")[0] for request in engine.requests if not request.path.startswith("/inference")]
+    paths = [request.path.split("?")[0] for request in engine.requests if request.path not in (GENERATE, ROUTE)]
     return [path for path in paths if path != "/health"]
 
 
@@ -33,7 +34,7 @@ async def test_o40_weights_are_pushed_whole_before_the_next_request(tmp_path: Pa
     async with FakeRun(tmp_path, prompts=8, token_s=0.001, pipeline={"max_staleness": staleness}) as run:
         assert await run.run() == 0, run.error()
         audit(run, steps=4, staleness=staleness)
-        assert admin(run.engine) == ["/init_weight_transfer_engine", *PUSH * 5]
+        assert admin(run.engine) == [INFO, "/init_weight_transfer_engine", *PUSH * 5]
         assert all("clear_cache=false" not in request.path for request in run.engine.calls("/pause"))
         assert run.engine.stale_cache_hits == 0
         versions = [call.body["weight_version"] for call in run.engine.calls("/finish_weight_update")]
@@ -44,7 +45,7 @@ async def test_o40_weights_are_pushed_whole_before_the_next_request(tmp_path: Pa
         if staleness == 0:  # no request comes between the phases of a push
             for request in run.samples():
                 before = [call for call in run.engine.requests[: request.order] if call.path.split("?")[0] in PUSH]
-                assert before[-1].path == "/weight_info"
+                assert before[-1].path == INFO
 
 
 @pytest.mark.parametrize("phase", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
@@ -225,7 +226,7 @@ async def test_a_server_that_joins_gets_the_weights_before_it_gets_work(tmp_path
         audit(run, steps=20, staleness=1)
         assert late.samples
         assert all(request.version != "default" for request in late.samples)
-        assert admin(late)[:7] == ["/init_weight_transfer_engine", *PUSH]
+        assert admin(late)[:8] == [INFO, "/init_weight_transfer_engine", *PUSH]
 
 
 async def test_a_server_that_never_takes_weights_gets_no_work(tmp_path: Path) -> None:

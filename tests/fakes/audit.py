@@ -10,7 +10,7 @@ from nightshift.wire.experience import Sample
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.store.state import StateStore
-from tests.fakes.engine import Request
+from tests.fakes.requests import Request
 from tests.fakes.run import FakeRun
 from tests.fakes.trainer import Update
 
@@ -84,8 +84,10 @@ def _check_sample(
     run: FakeRun, sample: Sample, asked: dict[str, list[Request]], update: Update, staleness: int | None
 ) -> None:
     sources = asked[f"{run.run_dir.name}.{sample.sample_id}"]
-    assert any(request.tokens == sample.response_ids.tolist() for request in sources), "trained ids were never sampled"
-    assert sources[0].prompt_ids == sample.prompt_ids.tolist()
+    whole = sample.prompt_ids.tolist() + sample.response_ids.tolist()
+    # A later attempt may go on behind what an earlier one drew: its prompt holds those tokens.
+    assert any(request.prompt_ids + request.tokens == whole for request in sources), "trained ids were never sampled"
+    assert min(sources, key=lambda request: request.time).prompt_ids == sample.prompt_ids.tolist()
     assert len(sample.logprobs) == len(sample.response_ids) == len(sample.loss_mask)
     for span in sample.versions:
         age = update.step - 1 - PolicyVersion.parse(span.version).step

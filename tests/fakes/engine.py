@@ -1,4 +1,4 @@
-"""The fake engine: a server on loopback that speaks vLLM's generate and weight routes (fixture E).
+"""The fake engine: a server on loopback that speaks vLLM's generate and weight routes (fixture E), and our own route.
 
 It samples from the toy policy, keeps a weight version, a prefix cache and its queue, and writes down every request.
 """
@@ -12,59 +12,16 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvicorn
 
-from tests.fakes import policy
+from tests.fakes import choices, frames, policy
 from tests.fakes.faults import Fault, Faults
+from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Request, body_of
 from tests.fixtures.tokenizer_k import EOS
-
-GENERATE = "/inference/v1/generate"
-BASE_VERSION = "default"
-
-
-@dataclass
-class Request:
-    """One request that was received."""
-
-    order: int
-    time: float
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: dict[str, Any]
-    version: str  # weights on the server when it came
-    paused: bool  # whether the server was paused when it came
-    status: int = 0
-    answered: bool = False
-    disconnected: bool = False
-    aborted: bool = False
-    tokens: list[int] = field(default_factory=list)
-    fault: str = ""
-
-    @property
-    def request_id(self) -> str:
-        """The client's own id."""
-        return self.headers.get("x-request-id", "")
-
-    @property
-    def is_sample(self) -> bool:
-        """Whether a sample is drawn, and not a sequence scored."""
-        return self.path == GENERATE and "prompt_logprobs" not in self.body.get("sampling_params", {})
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Prompt token ids."""
-        return list(self.body.get("token_ids", []))
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Sampling parameters."""
-        return dict(self.body.get("sampling_params", {}))
 
 
 class Refused(Exception):
@@ -81,7 +38,8 @@ class FakeEngine:
     ``faults`` of samples, by request id: ``503``, ``400``, ``drop`` (connection reset), ``hang``, ``late`` (answers
     after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
     ``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
-    ``bad_finish``, ``empty``, ``not_json``.
+    ``bad_finish``, ``empty``, ``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens,
+    which have left where frames are wanted), ``false_spans`` (vLLM's own count contradicts the frames).
     ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
     without an effect), ``ignore_version`` (of /finish_weight_update).
 
@@ -89,6 +47,9 @@ class FakeEngine:
         store: folder of published weights.
         token_s: seconds per token.
         script: ids of the answer to a request, or None to sample them.
+        vllm: version that it is; says which routes it has.
+        route: whether our middleware is in it.
+        missing: routes that it lacks all the same, for want of a flag.
     """
 
     def __init__(
@@ -98,11 +59,17 @@ class FakeEngine:
         *,
         token_s: float = 0.0,
         script: Callable[[Request], list[int] | None] | None = None,
+        vllm: str = "0.32.0",
+        route: bool = True,
+        missing: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
         self.store = store
         self.token_s = token_s
         self.script = script
+        self.vllm = vllm
+        self.route = route
+        self.missing = missing
         self.faults = Faults()
         self.route_faults = Faults()
         self.requests: list[Request] = []
@@ -212,7 +179,7 @@ class FakeEngine:
             method=scope["method"],
             path=scope["path"] + (f"?{query}" if query else ""),
             headers={key.decode().lower(): value.decode() for key, value in scope["headers"]},
-            body=json.loads(data) if data else {},
+            body=body_of(scope["path"], data),
             version=self.version,
             paused=not self._go.is_set(),
         )
@@ -223,6 +190,8 @@ class FakeEngine:
             fault = self.route_faults.take(request.path, request)
         request.fault = fault.kind if fault else ""
         work = asyncio.create_task(self._answer(request, fault))
+        work.add_done_callback(lambda _: request.outbox.put_nowait(None))
+        streaming = asyncio.create_task(self._send_frames(request, send))
         gone = asyncio.create_task(_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -232,15 +201,21 @@ class FakeEngine:
                 await asyncio.gather(work, return_exceptions=True)
                 return
             status, answer = await work
+            started = await streaming
         except asyncio.CancelledError:
             return  # the process was killed
         finally:
             work.cancel()
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            streaming.cancel()
+            await asyncio.gather(work, gone, streaming, return_exceptions=True)
         request.status = status
-        if fault and fault.kind == "drop":
+        if fault and (fault.kind == "drop" or fault.kind.startswith("cut@")):
             self._close(scope["client"], abort=True)
+            return
+        if started:
+            await send({"type": "http.response.body", "body": answer})
+            request.answered = not request.disconnected
             return
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -250,6 +225,28 @@ class FakeEngine:
         if status == 500:  # uvicorn closes the connection after a handler that raised
             self._close(scope["client"])
 
+    async def _send_frames(self, request: Request, send: Any) -> bool:
+        """Sends the frames that leave before the end; whether there were any."""
+        started = False
+        while (frame := await request.outbox.get()) is not None:
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                started = True
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        return started
+
+    def _flush(self) -> None:
+        """Lets everything leave that has been drawn."""
+        for request in self.requests:
+            waiting = len(request.tokens) - request.sent
+            if request.order in self._running and request.flush_tokens and waiting:
+                request.outbox.put_nowait(frames.part(request))
+
+    def _offers(self, path: str) -> bool:
+        if path in (ROUTE, INFO):
+            return self.route
+        return path in VLLM[self.vllm]["routes"] and path not in self.missing
+
     def _close(self, client: Any, *, abort: bool = False) -> None:
         for connection in self._server.server_state.connections if self._server else ():
             if connection.client == tuple(client) and connection.transport is not None:
@@ -257,7 +254,7 @@ class FakeEngine:
 
     async def _answer(self, request: Request, fault: Fault | None) -> tuple[int, Any]:
         path = request.path.split("?")[0]
-        if path != "/health" and request.headers.get("authorization") != f"Bearer {self.token}":
+        if path not in ("/health", "/version") and request.headers.get("authorization") != f"Bearer {self.token}":
             return 401, {"error": "unauthorized"}
         try:
             if fault and fault.kind == "hang":
@@ -266,7 +263,11 @@ class FakeEngine:
                 if path == "/update_weights":
                     self._session = None
                 raise Refused(int(fault.kind), f"planned {fault.kind}")
-            if path == GENERATE:
+            if not self._offers(path):
+                raise Refused(404, f"no route {path}")
+            if path == GENERATE and not request.body:
+                raise Refused(400, "token_ids is missing")
+            if path in (GENERATE, ROUTE):
                 return 200, await (self._generate(request, fault) if request.is_sample else self._score(request))
             if fault and fault.kind == "slow":
                 await asyncio.sleep(fault.delay)
@@ -278,6 +279,23 @@ class FakeEngine:
         match path:
             case "/health":
                 return {}
+            case "/version":
+                return {"version": self.vllm}
+            case "/nightshift/v1/info":
+                offered = [path for path in VLLM[self.vllm]["routes"] if self._offers(path)]
+                return {
+                    "vllm_version": self.vllm,
+                    "weight_version": self.version,
+                    "routes": offered,
+                    "capabilities": {
+                        "generate": True,
+                        "weight_version": True,
+                        "weight_versions_spans": VLLM[self.vllm]["spans"],
+                        "pause": "/pause" in offered,
+                        "update_phases": "/update_weights" in offered and "weight_transfer" not in self.missing,
+                        "abort": "/abort_requests" in offered,
+                    },
+                }
             case "/is_paused":
                 return {"is_paused": not self._go.is_set()}
             case "/weight_info":
@@ -325,6 +343,7 @@ class FakeEngine:
             self._go.clear()
         if options.get("clear_cache", "true") == "true":
             self._prefixes.clear()
+        self._flush()
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
@@ -347,40 +366,47 @@ class FakeEngine:
         try:
             if fault and fault.kind == "slow":
                 await asyncio.sleep(fault.delay)
-            choice = await self._sample(request, fault)
+            finish = await self._sample(request, fault)
         finally:
             self._running.discard(request.order)
             async with self._idle:
                 self._idle.notify_all()
+        if fault and fault.kind == "not_json":
+            return b"<html>"  # type: ignore[return-value]
         answered = "somebody.else" if fault and fault.kind == "wrong_id" else request.request_id
+        if request.framed:
+            spans = VLLM[self.vllm]["spans"]
+            return frames.last(request, answered, finish, spans, fault)  # type: ignore[return-value]
+        choice = choices.spoil(choices.choice(request.tokens, request.logprobs, request.labels, finish), fault)
         usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(choice["token_ids"])}
-        answer = {
+        return {
             "request_id": f"generate-tokens-{answered}",
             "model": "base",
             "usage": usage,
             "choices": [choice],
             "prompt_logprobs": None,
         }
-        return b"<html>" if fault and fault.kind == "not_json" else answer  # type: ignore[return-value]
 
-    async def _sample(self, request: Request, fault: Fault | None) -> dict[str, Any]:
+    async def _sample(self, request: Request, fault: Fault | None) -> str:
+        """Draws the tokens of a request; its finish reason."""
         sampling = request.sampling
         temperature = float(sampling.get("temperature", 1.0))
-        stops = {int(token) for token in sampling.get("stop_token_ids") or []} | {EOS}
+        stops = {int(token) for token in sampling.get("stop_token_ids", [])} | {EOS}
         scripted = self.script(request) if self.script else None
         limit = int(sampling["max_tokens"]) if scripted is None else len(scripted)
         rng = np.random.default_rng(_seed(sampling.get("seed"), request.request_id))
         key = tuple(request.prompt_ids)
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[str] = []
-        finish = "length"
+        ids = request.tokens
         previous = key[-1]
-        while len(ids) < limit and not (fault and fault.kind == "empty"):
+        if fault and fault.kind == "empty":
+            return "stop"
+        while len(ids) < limit:
             await self._go.wait()
-            if request.order in self._aborting or (fault and fault.kind == "abort"):
-                finish = "abort"
-                break
+            if request.order in self._aborting or len(ids) == _at(fault, "abort"):
+                request.aborted = True
+                return "abort"
+            if len(ids) == _at(fault, "cut"):
+                return "length"
             values = policy.log_probs(self._prefix(key) if not ids else self.weights, previous, temperature or 1.0)
             if scripted is not None:
                 token = scripted[len(ids)]
@@ -389,17 +415,15 @@ class FakeEngine:
             else:
                 token = int(np.searchsorted(np.cumsum(np.exp(values)), rng.random()))
             ids.append(token)
-            logprobs.append(float(values[token]))
-            versions.append(self.version)
+            request.logprobs.append(float(values[token]))
+            request.labels.append(self.version)
             previous = token
+            if request.flush_tokens and len(ids) - request.sent >= request.flush_tokens:
+                request.outbox.put_nowait(frames.part(request))
             if token in stops:
-                finish = "stop"
-                break
+                return "stop"
             await asyncio.sleep(self.token_s)
-        if fault and fault.kind == "empty":
-            finish = "stop"
-        request.tokens, request.aborted = ids, finish == "abort"
-        return _spoil(_choice(ids, logprobs, versions, finish), fault)
+        return "length"
 
     def _prefix(self, key: tuple[int, ...]) -> np.ndarray:
         """Weights that the cached prefix was computed with."""
@@ -407,6 +431,12 @@ class FakeEngine:
         if cached is not self.weights:
             self.stale_cache_hits += 1
         return cached
+
+
+def _at(fault: Fault | None, kind: str) -> int:
+    """Number of tokens after which a fault of this kind happens; -1: never."""
+    name, _, tokens = fault.kind.partition("@") if fault else ("", "", "")
+    return int(tokens or 0) if name == kind else -1
 
 
 async def _disconnect(receive: Any) -> None:
@@ -418,48 +448,3 @@ def _seed(seed: Any, request_id: str) -> int:
     if seed is not None:
         return int(seed)
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
-
-
-def _choice(ids: list[int], logprobs: list[float], versions: list[str], finish: str) -> dict[str, Any]:
-    spans: list[dict[str, Any]] = []
-    for at, version in enumerate(versions):
-        if spans and spans[-1]["version"] == version:
-            spans[-1]["end"] = at + 1
-        else:
-            spans.append({"version": version, "start": at, "end": at + 1})
-    content = [{"token_id": token, "logprob": value, "rank": 1} for token, value in zip(ids, logprobs, strict=True)]
-    return {
-        "index": 0,
-        "finish_reason": finish,
-        "stop_reason": None,
-        "token_ids": ids,
-        "weight_versions": spans,
-        "logprobs": {"content": content},
-    }
-
-
-def _spoil(choice: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
-    content, spans = choice["logprobs"]["content"], choice["weight_versions"]
-    match fault.kind if fault else "":
-        case "short_logprobs":
-            content.pop()
-        case "null_logprob":
-            content[0]["logprob"] = None
-        case "positive_logprob":
-            content[0]["logprob"] = 0.3
-        case "zero_logprobs":
-            for entry in content:
-                entry["logprob"] = 0.0
-        case "no_versions":
-            choice["weight_versions"] = []
-        case "gap":
-            spans[-1]["end"] += 1
-        case "unknown_version":
-            for span in spans:
-                span["version"] = BASE_VERSION
-        case "null_version":
-            for span in spans:
-                span["version"] = None
-        case "bad_finish":
-            choice["finish_reason"] = "error"
-    return choice

@@ -17,7 +17,8 @@ from nightshift.config import JobSpec
 from nightshift.config.load import write_resolved
 from nightshift.wire.events import read_events
 from orchestrator.runner.job import Job
-from tests.fakes.engine import FakeEngine, Request
+from tests.fakes.engine import FakeEngine
+from tests.fakes.requests import Request
 from tests.fakes.scorers import REFERENCE, FakeScorers
 from tests.fakes.trainer import FakeTrainer, Update
 from tests.fixtures.rows import write_parquet
@@ -59,6 +60,7 @@ class FakeRun:
         test_prompts: held-out rows; 0: no evaluation.
         servers: rollout servers.
         token_s: their seconds per token.
+        route: whether they have our own route.
         settings: further settings of the job, as ``section={key: value}``.
     """
 
@@ -71,13 +73,14 @@ class FakeRun:
         servers: int = 1,
         token_s: float = 0.0,
         run_id: str = "fake-20260101-000000-abcd",
+        route: bool = True,
         **settings: Any,
     ) -> None:
         self.run_dir = folder / "runs" / run_id
         self.run_dir.mkdir(parents=True)
         store = folder / "store"
         store.mkdir()
-        self.engines = [FakeEngine(store, f"rollout-{at}", token_s=token_s) for at in range(servers)]
+        self.engines = [FakeEngine(store, f"rollout-{at}", token_s=token_s, route=route) for at in range(servers)]
         self.scorers = FakeScorers()
         self.trainer = FakeTrainer(store)
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in DEFAULTS.items()}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightshift.wire.experience import VersionSpan
-from orchestrator.runner.engine import EngineAwayError, InvalidAnswerError, parse_generated
+from orchestrator.runner.answers import EngineAwayError, InvalidAnswerError, parse_generated
 
 ID = "run.g0000001.0.0"
 

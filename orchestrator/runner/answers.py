@@ -1,0 +1,141 @@
+"""What is asked of a rollout server, what comes back, and the checks of vLLM's own JSON answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nightshift.wire.errors import RoleError, RoleTimeoutError
+from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Floats, Ids, VersionSpan
+
+#: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
+ROUNDING = 1e-4
+
+
+class EngineAwayError(RoleError):
+    """The server did not answer, or answered that it cannot now: the request may be sent again.
+
+    Attributes:
+        lost: there was no connection, or one to another start of the server.
+        partial: what had come in of the response.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False, partial: Generated | None = None) -> None:
+        super().__init__(message, role="rollout")
+        self.lost = lost
+        self.partial = partial
+
+
+class EngineLateError(RoleTimeoutError):
+    """The server did not answer within the time of one request; ``partial`` is what had come in of the response."""
+
+    def __init__(self, message: str, *, partial: Generated | None = None) -> None:
+        super().__init__(message, role="rollout")
+        self.partial = partial
+
+
+class EngineRefusedError(RoleError):
+    """The server refused the request itself (4xx): sending it again would not help."""
+
+
+class InvalidAnswerError(RoleError):
+    """The server answered with something that cannot be trained on.
+
+    Attributes:
+        kind: what it is counted as.
+        partial: tokens before it that can be.
+    """
+
+    def __init__(self, message: str, kind: str, *, partial: Generated | None = None) -> None:
+        super().__init__(message, role="rollout")
+        self.kind = kind
+        self.partial = partial
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sample to be drawn."""
+
+    request_id: str
+    prompt_ids: Ids  # [P] int32
+    max_tokens: int
+    temperature: float  # 0 is greedy
+    stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One drawn response of T tokens."""
+
+    response_ids: Ids  # [T] int32
+    logprobs: Floats  # [T] float32
+    versions: list[VersionSpan]
+    finish_reason: str  # FINISH_ABORT: there is no end yet
+
+
+def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
+    """Checks and reads the answer to a generate request.
+
+    Raises:
+        InvalidAnswerError: wrong request id, log-probs that are missing, null, positive or not one per token, ids that
+            disagree with the log-probs', version spans that leave a gap, an unknown finish reason.
+        EngineAwayError: the server aborted the request.
+    """
+    answered = str(answer.get("request_id", ""))
+    if answered.removeprefix("generate-tokens-") != request_id:
+        raise InvalidAnswerError(f"asked for {request_id}, answered {answered!r}", "request_id")
+    try:
+        choice = _only_choice(answer, request_id)
+        if choice.get("finish_reason") == FINISH_ABORT:
+            raise EngineAwayError(f"{request_id} was aborted by the server")
+        if choice.get("finish_reason") not in (FINISH_STOP, FINISH_LENGTH):
+            raise InvalidAnswerError(f"{request_id}: finish reason {choice.get('finish_reason')!r}", "finish_reason")
+        ids = choice.get("token_ids") or []
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise InvalidAnswerError(f"{request_id}: token ids {ids}", "token_ids")
+        return Generated(
+            response_ids=np.array(ids, dtype=np.int32),
+            logprobs=_logprobs(choice, ids, request_id),
+            versions=_spans(choice, len(ids), request_id),
+            finish_reason=str(choice["finish_reason"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"{request_id}: malformed answer: {type(error).__name__}: {error}", "form") from error
+
+
+def _only_choice(answer: dict[str, Any], request_id: str) -> dict[str, Any]:
+    choices = answer.get("choices") or []
+    if len(choices) != 1:
+        raise InvalidAnswerError(f"{request_id}: {len(choices)} choices for one sample", "choices")
+    return dict(choices[0])
+
+
+def _logprobs(choice: dict[str, Any], ids: list[int], request_id: str) -> Floats:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if len(content) != len(ids):
+        raise InvalidAnswerError(f"{request_id}: {len(content)} log-probs for {len(ids)} tokens", "logprobs")
+    values = [entry.get("logprob") for entry in content]
+    for value in values:
+        if not isinstance(value, int | float) or not math.isfinite(value) or value > ROUNDING:
+            raise InvalidAnswerError(f"{request_id}: log-prob {value!r}", "logprobs")
+    if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
+        raise InvalidAnswerError(f"{request_id}: log-probs of other tokens than the sampled ones", "logprobs")
+    return np.minimum(np.array(values, dtype=np.float32), np.float32(0))
+
+
+def _spans(choice: dict[str, Any], tokens: int, request_id: str) -> list[VersionSpan]:
+    spans = [
+        VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
+        for span in choice.get("weight_versions") or []
+    ]
+    ends = [0, *(span.end for span in spans)]
+    if tokens and (ends[-1] != tokens or any(span.start != at for span, at in zip(spans, ends, strict=False))):
+        raise InvalidAnswerError(f"{request_id}: version spans {spans} for {tokens} tokens", "versions")
+    return spans

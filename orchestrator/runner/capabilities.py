@@ -1,0 +1,99 @@
+"""What a rollout server can do, and which of its routes to draw from. Pure: the answers come from the client."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nightshift.wire.errors import RoleError
+
+GENERATE = "/inference/v1/generate"
+ROUTE = "/nightshift/v1/generate"
+INFO = "/nightshift/v1/info"
+
+#: Versions of vLLM that are known to work.
+OLDEST, NEWEST = (0, 26), (0, 33)
+#: Since this version vLLM itself says which weights sampled which token.
+_SPANS_SINCE = (0, 32)
+
+_MIDDLEWARE = "Start it with --middleware services.rollout.route.Route --middleware services.rollout.guard.Guard"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """How to speak to a server.
+
+    Attributes:
+        vllm: its version as it says it.
+        route: whether our own route is there; otherwise vLLM's JSON is used.
+    """
+
+    vllm: str
+    route: bool
+
+
+def from_info(name: str, info: dict[str, Any]) -> Capabilities:
+    """Capabilities of a server that has our route, from the answer of its info route.
+
+    Raises:
+        RoleError: it lacks something that is needed; the message names the flag.
+    """
+    version, found = str(info.get("vllm_version", "")), info.get("capabilities")
+    routes = info.get("routes")
+    if not isinstance(found, dict) or not isinstance(routes, list):
+        raise RoleError(f"{name} answered {INFO} with something else than its capabilities", role="rollout")
+    _check_version(name, version)
+    if not found.get("pause") or "/update_weights" not in routes:
+        raise _lacks(name, "/pause and /update_weights", "Set VLLM_SERVER_DEV_MODE=1 in its environment")
+    if not found.get("update_phases"):
+        raise _lacks(
+            name,
+            "weight transfer",
+            'Start it with --weight-transfer-config \'{"backend": "safetensors"}\' (ipc or nccl on CUDA); the four '
+            "phases of an update exist since vLLM 0.22",
+        )
+    if GENERATE not in routes:
+        raise _lacks(name, f"{GENERATE}, which scores the probe", "Start it with --enable-scale-out")
+    return Capabilities(version, route=True)
+
+
+def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabilities:
+    """Capabilities of a server without our route.
+
+    Args:
+        version: what it answers at ``/version``.
+        statuses: of a GET of ``/is_paused`` and ``/weight_info`` and of an empty POST of ``GENERATE``; 403 and 404
+            mean that the route is not there.
+
+    Raises:
+        RoleError: it lacks something that is needed; the message names the flag.
+    """
+    _check_version(name, version)
+    missing = {path for path, status in statuses.items() if status in (403, 404)}
+    if "/is_paused" in missing:
+        raise _lacks(name, "/pause and /update_weights", "Set VLLM_SERVER_DEV_MODE=1 in its environment")
+    if GENERATE in missing:
+        raise _lacks(name, GENERATE, "Start it with --enable-scale-out")
+    if "/weight_info" in missing or _parse(version) < _SPANS_SINCE:
+        raise _lacks(name, f"weight versions of its tokens (vLLM {version})", _MIDDLEWARE)
+    return Capabilities(version, route=False)
+
+
+def _lacks(name: str, what: str, fix: str) -> RoleError:
+    return RoleError(f"vLLM server {name} does not offer {what}", role="rollout", fix=fix)
+
+
+def _check_version(name: str, version: str) -> None:
+    if not OLDEST <= _parse(version) <= NEWEST:
+        span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        raise RoleError(
+            f"vLLM server {name} has version {version or 'unknown'}",
+            role="rollout",
+            fix=f"Use a version from {span}, as in requirements/",
+        )
+
+
+def _parse(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
