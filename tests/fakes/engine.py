@@ -39,7 +39,8 @@ class FakeEngine:
     after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
     ``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
     ``bad_finish``, ``empty``, ``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens,
-    which have left where frames are wanted), ``false_spans`` (vLLM's own count contradicts the frames).
+    which have left where frames are wanted), ``stall@n`` (waits for the second push from then on,
+    and aborts), ``false_spans`` (vLLM's own count contradicts the frames).
     ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
     without an effect), ``ignore_version`` (of /finish_weight_update).
 
@@ -159,6 +160,7 @@ class FakeEngine:
         self._running: set[int] = set()
         self._aborting: set[int] = set()
         self._idle = asyncio.Condition()
+        self._pushed = asyncio.Condition()
         self._prefixes: dict[tuple[int, ...], np.ndarray] = {}
 
     # HTTP -------------------------------------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ class FakeEngine:
             await asyncio.gather(work, gone, streaming, return_exceptions=True)
         request.status = status
         if fault and (fault.kind == "drop" or fault.kind.startswith("cut@")):
+            await asyncio.sleep(0.01)  # what has been sent is read before the reset
             self._close(scope["client"], abort=True)
             return
         if started:
@@ -325,6 +328,8 @@ class FakeEngine:
                 self._session = None
                 if not (fault and fault.kind == "ignore_version"):
                     self.version = str(request.body["weight_version"])
+                async with self._pushed:
+                    self._pushed.notify_all()
             case _:
                 raise Refused(404, f"no route {path}")
         return {}
@@ -407,6 +412,9 @@ class FakeEngine:
                 return "abort"
             if len(ids) == _at(fault, "cut"):
                 return "length"
+            if len(ids) == _at(fault, "stall"):
+                await self._wait_for_step(_step(request.labels[0]) + 2)
+                return "abort"
             values = policy.log_probs(self._prefix(key) if not ids else self.weights, previous, temperature or 1.0)
             if scripted is not None:
                 token = scripted[len(ids)]
@@ -425,6 +433,10 @@ class FakeEngine:
             await asyncio.sleep(self.token_s)
         return "length"
 
+    async def _wait_for_step(self, step: int) -> None:
+        async with self._pushed:
+            await self._pushed.wait_for(lambda: _step(self.version) >= step)
+
     def _prefix(self, key: tuple[int, ...]) -> np.ndarray:
         """Weights that the cached prefix was computed with."""
         cached = self._prefixes.setdefault(key, self.weights)
@@ -437,6 +449,10 @@ def _at(fault: Fault | None, kind: str) -> int:
     """Number of tokens after which a fault of this kind happens; -1: never."""
     name, _, tokens = fault.kind.partition("@") if fault else ("", "", "")
     return int(tokens or 0) if name == kind else -1
+
+
+def _step(version: str) -> int:
+    return int(version.rpartition("/")[2])
 
 
 async def _disconnect(receive: Any) -> None:
