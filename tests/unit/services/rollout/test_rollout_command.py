@@ -42,18 +42,27 @@ def test_what_every_server_has(device):
     assert value(argv, "--port") == "21000"
     assert value(argv, "--logprobs-mode") == "processed_logprobs"
     assert value(argv, "--generation-config") == "vllm"
-    assert value(argv, "--middleware") == "services.rollout.guard.Guard"
+    # The last middleware is the outermost: nothing reaches the route past the guard.
+    assert [argv[at + 1] for at, flag in enumerate(argv) if flag == "--middleware"] == [
+        "services.rollout.route.Route",
+        "services.rollout.guard.Guard",
+    ]
     assert value(argv, "--kv-cache-memory-bytes") == str(1 << 29)
     assert value(argv, "--max-model-len") == "121"
     assert value(argv, "--otlp-traces-endpoint") == "http://127.0.0.1:4317"
     assert value(argv, "--seed") == "7"
-    assert {"--enable-scale-out", "--enable-request-id-headers"} <= set(argv)
+    assert "--enable-request-id-headers" in argv
     assert "tok" not in argv  # a command line is for everyone to see
     assert env["NIGHTSHIFT_ROLLOUT_TOKEN"] == "tok"
     assert env["NIGHTSHIFT_WEIGHT_STORE"] == "/store"
     assert env["VLLM_SERVER_DEV_MODE"] == env["VLLM_NO_USAGE_STATS"] == env["HF_HUB_OFFLINE"] == "1"
     assert env["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == "true"
     assert env["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize(("version", "known"), [((0, 26), False), ((0, 29), False), ((0, 30), True), ((0, 33), True)])
+def test_a_flag_is_given_to_the_versions_that_know_it(version, known):
+    assert ("--enable-scale-out" in command(vllm_version=version).argv) is known
 
 
 def test_a_cpu_server():
