@@ -21,24 +21,6 @@ if TYPE_CHECKING:
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
 
 
-def partial_sum(values: Tensor, mask: Tensor, aggregation: str) -> Tensor:
-    """One sample's contribution to the numerator of the batch's loss.
-
-    Args:
-        values: [T] per-token values.
-        mask: [T] bool, true where the token is trained on.
-        aggregation: a name of AGGREGATIONS.
-
-    Returns:
-        A scalar: the sum over trained tokens, or their mean for ``seq_mean_token_mean``; 0 without a trained token.
-    """
-    total = values.masked_fill(~mask, 0.0).sum()
-    if aggregation == "seq_mean_token_mean":
-        # The count stays a tensor, so that a GPU is not waited for.
-        return total / mask.sum().clamp(min=1)
-    return total
-
-
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """The numerator of the batch's loss over the tokens of several samples.
 
@@ -51,7 +33,8 @@ def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
 
 
 def token_weights(masks: Sequence[NDArray[np.uint8]], aggregation: str) -> NDArray[np.float32]:
-    """What each token's loss is multiplied by in the sum of the samples' :func:`partial_sum`.
+    """What each token's loss is multiplied by in :func:`weighted_sum`: 1, or 1/n in a sample of n trained tokens for
+    ``seq_mean_token_mean``.
 
     Args:
         masks: of each sample, [T], 1 where the token is trained on.

@@ -8,7 +8,6 @@ the right, where no real token looks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -91,11 +90,6 @@ def trained(samples: Sequence[Sample]) -> list[Sample]:
 def shard(items: Sequence[T], rank: int, world: int) -> list[T]:
     """The items of one rank: a run of neighbours, so that prompt groups stay together; the runs differ by one item."""
     return list(items[len(items) * rank // world : len(items) * (rank + 1) // world])
-
-
-def micro_batch_count(items: int, world: int, size: int) -> int:
-    """Micro-batches that every rank makes: as many as the rank with the most items needs."""
-    return math.ceil(math.ceil(items / world) / size)
 
 
 def micro_batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

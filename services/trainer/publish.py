@@ -40,13 +40,12 @@ def gather(policy: Policy, dtype: torch.dtype, keep: bool, partitioned: bool) ->
     return result
 
 
-def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
+def publish(tensors: dict[str, Tensor], store: Path) -> Publication:
     """Writes the next file of the store and removes all but the newest two.
 
     Args:
         tensors: parameters by HF name, in the rollout precision.
         store: the folder of published weights.
-        dtype: name of that precision, written into the file.
 
     Raises:
         RoleError: the store cannot be written, for example because it is full.
@@ -57,7 +56,8 @@ def publish(tensors: dict[str, Tensor], store: Path, dtype: str) -> Publication:
     partial = store / f".{number}.safetensors.tmp"
     try:
         store.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"format": "pt", "dtype": dtype})
+        # One entry of metadata at most: their order in the file is random, and equal weights have equal digests.
+        save_file(tensors, partial, metadata={"format": "pt"})
         digest = blake3(max_threads=1).update_mmap(partial).hexdigest()
         changed = _changed_fraction(tensors, store / f"{numbers[-1]}.safetensors") if numbers else 1.0
         size = partial.stat().st_size

@@ -172,7 +172,7 @@ class TrainerRank:
         if self.config.weight_backend == "ipc":
             return self._publish_on_device()
         tensors = self._gathered(self.config.rollout_dtype)
-        return publish(tensors, store, self.config.rollout_dtype) if self.rank == 0 else None
+        return publish(tensors, store) if self.rank == 0 else None
 
     def save_state(self, folder: Path) -> None:
         """Writes this rank's part of a resume state into a folder that exists."""

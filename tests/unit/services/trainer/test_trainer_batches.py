@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import LossSpec, Sample
-from services.trainer.aggregate import AGGREGATIONS, divisor, partial_sum
-from services.trainer.batching import micro_batch_count, micro_batches, pad, shard, trained
+from services.trainer.aggregate import AGGREGATIONS, divisor, token_weights, weighted_sum
+from services.trainer.batching import micro_batches, pad, plan, trained
 from services.trainer.losses import LossInputs, policy_loss
 from services.trainer.policy import Policy, can_share, to_device
 from services.trainer.sums import PartSums, to_metrics
@@ -26,11 +26,10 @@ LOSSES = [[1.0, 1.0], [3.0] * 6, [99.0, 99.0]]
 MASKS = [[1, 1], [1] * 6, [0, 0]]
 
 
-def batch_mean(aggregation: str, constant_length: int = 0) -> float:
-    masks = [torch.tensor(mask, dtype=torch.bool) for mask in MASKS]
-    total = sum(partial_sum(torch.tensor(x), m, aggregation).item() for x, m in zip(LOSSES, masks, strict=True))
-    tokens = sum(int(mask.sum()) for mask in masks)
-    return total / divisor(aggregation, tokens, sum(bool(mask.any()) for mask in masks), constant_length)
+def total_of(losses: Tensor, masks: list[np.ndarray], aggregation: str) -> Tensor:
+    """Sum of weighted losses [N] of samples with these masks."""
+    mask = torch.tensor(np.concatenate(masks)) > 0
+    return weighted_sum(losses, mask, torch.tensor(token_weights(masks, aggregation)))
 
 
 @pytest.mark.parametrize(
@@ -38,12 +37,16 @@ def batch_mean(aggregation: str, constant_length: int = 0) -> float:
     [("token_mean", 2.5), ("seq_mean_token_mean", 2.0), ("seq_mean_token_sum", 10.0), ("constant_length", 1.0)],
 )
 def test_o13_aggregation(aggregation: str, want: float) -> None:
-    assert batch_mean(aggregation, 10) == pytest.approx(want, abs=1e-6)
+    masks = [np.array(mask, np.uint8) for mask in MASKS]
+    total = total_of(torch.tensor(np.concatenate(LOSSES)), masks, aggregation).item()
+    tokens, sequences = sum(int(mask.sum()) for mask in masks), sum(bool(mask.any()) for mask in masks)
+    assert total / divisor(aggregation, tokens, sequences, 10) == pytest.approx(want, abs=1e-6)
 
 
-def test_o13_a_masked_token_has_no_influence_even_as_nan() -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_o13_a_masked_token_has_no_influence_even_as_nan(aggregation: str) -> None:
     values = torch.tensor([1.0, float("nan")], requires_grad=True)
-    total = partial_sum(values, torch.tensor([True, False]), "token_mean")
+    total = total_of(values, [np.array([1, 0], np.uint8)], aggregation)
     total.backward()
     assert total.item() == 1.0
     assert values.grad.tolist() == [1.0, 0.0]
@@ -59,12 +62,19 @@ def test_o14_two_micro_batches_give_the_mean_over_all_tokens() -> None:
     assert to_metrics(parts, LossSpec())["loss/actor"] == 4.25
 
 
-@given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 5), st.integers(1, 6))
-def test_ranks_share_out_every_item_once_and_take_equally_many_turns(items: list[int], world: int, size: int) -> None:
-    shares = [shard(items, rank, world) for rank in range(world)]
-    assert [item for share in shares for item in share] == items
-    turns = micro_batch_count(len(items), world, size)
-    assert max(len(list(micro_batches(share, size))) for share in shares) == turns
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 5), st.integers(1, 6), st.none() | st.integers(1, 90))
+def test_every_item_is_in_one_micro_batch_of_one_rank(
+    lengths: list[int], world: int, size: int, max_tokens: int | None
+) -> None:
+    pieces = plan(lengths, world, size, max_tokens)
+    shares = [sorted(index for micro in rank for index in micro) for rank in pieces]
+    assert [index for share in shares for index in share] == list(range(len(lengths)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    for micro in (micro for rank in pieces for micro in rank):
+        if max_tokens is None:
+            assert len(micro) <= size
+        else:
+            assert len(micro) == 1 or len(micro) * max(lengths[index] for index in micro) <= max_tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=8), st.booleans())
@@ -129,12 +139,13 @@ def gradient(policy: Policy, samples: list[Sample], aggregation: str, size: int)
         batch = pad([(sample.prompt_ids, sample.response_ids) for sample in micro])
         temperature = torch.ones(len(batch.targets), dtype=torch.float64)
         logprobs, _ = policy(temperature=temperature, **to_device(batch, torch.device("cpu")))
-        for sample, values in zip(micro, logprobs.split(batch.sizes), strict=True):
-            mask = torch.tensor(sample.loss_mask) > 0
-            outputs = policy_loss(
-                LossInputs(values, torch.tensor(sample.logprobs), torch.tensor(sample.advantages), mask), spec
-            )
-            partial_sum(outputs.losses, mask, aggregation).backward(retain_graph=True)
+        masks = [sample.loss_mask for sample in micro]
+        behaviour, advantages = (
+            torch.tensor(np.concatenate([getattr(sample, name) for sample in micro]))
+            for name in ("logprobs", "advantages")
+        )
+        inputs = LossInputs(logprobs, behaviour, advantages, torch.tensor(np.concatenate(masks)) > 0)
+        total_of(policy_loss(inputs, spec).losses, masks, aggregation).backward()
     total = divisor(aggregation, sum(sample.trained_tokens for sample in kept), len(kept), 10)
     return torch.cat([p.grad.flatten() for p in policy.parameters()]) / total
 
