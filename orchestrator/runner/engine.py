@@ -26,6 +26,8 @@ from orchestrator.runner.answers import (
 from orchestrator.runner.capabilities import GENERATE, INFO, ROUTE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
 
+#: Idle connections are closed before the server, which does so after 5 s, can close them under a request.
+_KEEPALIVE_S = 2.0
 _ADMIN_TIMEOUT_S = 60.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ADMIN_CONNECTIONS = 8
@@ -69,7 +71,9 @@ class Engine:
             timeout=httpx.Timeout(self._timeout_s, connect=5.0, pool=None),
             # A proxy of the environment is meant for the outside, and cannot reach this machine's loopback.
             trust_env=httpx.URL(self.address.url).host not in _LOOPBACK,
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=httpx.Limits(
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_KEEPALIVE_S
+            ),
         )
 
     async def close(self) -> None:
