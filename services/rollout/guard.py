@@ -12,6 +12,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from nightshift.wire.rollout import INFO, ROUTE
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,8 +39,8 @@ OPEN_ROUTES = {
 
 #: Routes behind the token.
 TOKEN_ROUTES = {
-    "/nightshift/v1/generate": _POST,
-    "/nightshift/v1/info": _GET,
+    ROUTE: _POST,
+    INFO: _GET,
     "/inference/v1/generate": _POST,
     "/inference/v1/abort_requests": _POST,
     "/abort_requests": _POST,

@@ -24,7 +24,9 @@ from nightshift.gpu import Device
 from nightshift.wire import codec
 from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError, WireError
 from nightshift.wire.frames import FrameReader
+from nightshift.wire.rollout import ROUTE
 from services.rollout.command import default_backend, server_command
+from services.rollout.compat import check_version, installed_version
 from services.rollout.diagnosis import diagnose
 
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -164,8 +166,9 @@ class VllmServer:
         """Starts the processes and returns at once.
 
         Raises:
-            BadInputError: the port is taken.
+            BadInputError: the port is taken, or the installed vLLM is not one that is known to work.
         """
+        check_version(installed_version())
         self.check_port()
         self.port = self._wanted_port or free_port()
         self.token = secrets.token_urlsafe(32)
@@ -270,7 +273,7 @@ class VllmServer:
         body = codec.pack({"request_id": "warm-up", "token_ids": [1, 1], "max_tokens": 2, "ignore_eos": True})
         headers = {"Authorization": f"Bearer {self.token}"}
         try:
-            answer = client.post("/nightshift/v1/generate", content=body, headers=headers, timeout=timeout_s)
+            answer = client.post(ROUTE, content=body, headers=headers, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise self._late() from error
         except httpx.HTTPError as error:

@@ -19,14 +19,13 @@ from collections.abc import Awaitable, Callable
 
 from nightshift.wire.errors import WireError
 from nightshift.wire.frames import CONTENT_TYPE
+from nightshift.wire.rollout import INFO, ROUTE
 from services.rollout.asgi import ClientGoneError, StatusWatch, answer_json, headers_of, read_body, replay
 from services.rollout.compat import EngineClient
 from services.rollout.guard import AUTHENTICATED, App, Receive, Scope, Send
 from services.rollout.request import parse_request
 from services.rollout.streams import Stream, Streams
 
-GENERATE = "/nightshift/v1/generate"
-INFO = "/nightshift/v1/info"
 #: Names this start of the server, where its launcher sets it.
 INCARNATION_VARIABLE = "NIGHTSHIFT_INCARNATION"
 
@@ -41,7 +40,7 @@ class Route:
         self._engine: EngineClient | None = None
         self._streams = Streams()
         self._handlers: dict[tuple[str, str], Handler] = {
-            ("POST", GENERATE): self._generate,
+            ("POST", ROUTE): self._generate,
             ("GET", INFO): self._info,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from nightshift.config.job import JobSpec
 from nightshift.wire.experience import VersionSpan
+from nightshift.wire.rollout import INFO, ROUTE
 from orchestrator.runner.answers import EngineAwayError, EngineRefusedError, Generated, GenerateRequest
-from orchestrator.runner.capabilities import INFO, ROUTE, Capabilities
+from orchestrator.runner.capabilities import Capabilities
 from orchestrator.runner.engine import Engine, EngineAddress
 from orchestrator.runner.prefix import join, rest
 from services.rollout.keeper import descendants

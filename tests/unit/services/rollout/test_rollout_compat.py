@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import VersionSpan
-from services.rollout.compat import EngineClient, Sampling, version_flags
+from services.rollout.compat import EngineClient, Sampling, check_version, version_flags
 
 TABLE = json.loads((Path(__file__).parents[3] / "fakes" / "vllm_routes.json").read_text())
 
@@ -182,3 +183,11 @@ def test_the_layer_finds_what_it_uses_in_every_version(version: str) -> None:
     assert facts["request_states"]
     major, minor, _ = map(int, version.split("."))
     assert ("--enable-scale-out" in version_flags((major, minor))) == facts["scale_out_flag"]
+
+
+@pytest.mark.parametrize("version", [(0, 25), (0, 34), (1, 0)])
+def test_a_version_outside_the_range_is_refused_before_it_is_started(version: tuple[int, int]) -> None:
+    with pytest.raises(BadInputError, match=r"outside 0\.26 to 0\.33"):
+        check_version(version)
+    check_version((0, 26))
+    check_version(None)

@@ -12,8 +12,10 @@ import pytest
 from nightshift.wire import codec
 from nightshift.wire.experience import VersionSpan
 from nightshift.wire.frames import Frame, FrameReader
+from nightshift.wire.rollout import INFO
+from nightshift.wire.rollout import ROUTE as GENERATE
 from services.rollout import streams
-from services.rollout.route import GENERATE, INFO, Route
+from services.rollout.route import Route
 from tests.unit.services.rollout.fake_vllm import Call, FakeEngineClient, Inner
 
 
