@@ -26,6 +26,7 @@ from orchestrator.runner.answers import (
 )
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
+from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 
 #: Idle connections are closed before the server, which does so after 5 s, can close them under a request.
 _KEEPALIVE_S = 2.0
@@ -62,6 +63,7 @@ class Engine:
         self._timeout_s = request_timeout_s
         self._flush_tokens = flush_tokens
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
+        self._frames = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"})
         self._samples = self._client(None)
         self._http = self._client(_ADMIN_CONNECTIONS)
 
@@ -79,6 +81,7 @@ class Engine:
 
     async def close(self) -> None:
         """Closes the connections."""
+        await self._frames.close()
         await self._samples.aclose()
         await self._http.aclose()
 
@@ -157,20 +160,17 @@ class Engine:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._samples.stream(
-                    "POST", ROUTE, content=codec.pack(body), headers=headers, extensions=_extensions(on_sent)
-                ) as answer,
+                self._frames.post(ROUTE, codec.pack(body), headers, on_sent) as answer,
             ):
-                if answer.status_code != 200:
-                    await answer.aread()
-                    self._check_status(answer, ROUTE)
-                async for data in answer.aiter_raw():
+                if answer.status != 200:
+                    self._check_status(answer.status, (await answer.read()).decode(errors="replace"), ROUTE)
+                async for data in answer.chunks():
                     collector.feed(data)
-        except (TimeoutError, httpx.TimeoutException) as error:
+        except TimeoutError as error:
             raise EngineLateError(
                 f"{name} did not answer {ROUTE} within {self._timeout_s:g} s", partial=collector.partial()
             ) from error
-        except httpx.HTTPError as error:
+        except ConnectionLostError as error:
             raise self._away(error, collector.partial()) from error
         return collector.finish()
 
@@ -255,14 +255,14 @@ class Engine:
         answer = await self._request(
             method, path, body=body, headers=headers, timeout_s=timeout_s, on_sent=on_sent, client=client
         )
-        self._check_status(answer, path)
+        self._check_status(answer.status_code, answer.text, path)
         return _object(answer, self.address.name, path)
 
     async def _get(self, path: str) -> httpx.Response:
         """An answer of any status but those that say that the server is away."""
         answer = await self._request("GET", path, timeout_s=_ADMIN_TIMEOUT_S)
         if answer.status_code == 401 or answer.status_code >= 500:
-            self._check_status(answer, path)
+            self._check_status(answer.status_code, answer.text, path)
         return answer
 
     async def _request(
@@ -287,19 +287,19 @@ class Engine:
         except httpx.HTTPError as error:
             raise self._away(error) from error
 
-    def _away(self, error: httpx.HTTPError, partial: Generated | None = None) -> EngineAwayError:
+    def _away(self, error: Exception, partial: Generated | None = None) -> EngineAwayError:
         cause = str(error) or type(error).__name__
         return EngineAwayError(
             f"{self.address.name} at {self.address.url} is away: {cause}", lost=True, partial=partial
         )
 
-    def _check_status(self, answer: httpx.Response, path: str) -> None:
-        name, status = self.address.name, answer.status_code
+    def _check_status(self, status: int, text: str, path: str) -> None:
+        name = self.address.name
         # A token that is refused is that of an earlier start of the server, whose address was not read again yet.
         if (refused := status in (401, 403)) or status >= 500:
-            raise EngineAwayError(f"{name} answered {path} with {status}: {answer.text[:300]}", lost=refused)
+            raise EngineAwayError(f"{name} answered {path} with {status}: {text[:300]}", lost=refused)
         if status >= 400:
-            raise EngineRefusedError(f"{name} refused {path} with {status}: {answer.text[:300]}", role="rollout")
+            raise EngineRefusedError(f"{name} refused {path} with {status}: {text[:300]}", role="rollout")
 
 
 def _extensions(on_sent: Callable[[], None] | None) -> dict[str, Any] | None:

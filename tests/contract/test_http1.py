@@ -1,0 +1,185 @@
+"""The client of the rollout route against servers that keep, cut, split and refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from orchestrator.runner.http1 import ConnectionLostError, Http1Client
+
+Script = Callable[[int, bytes], list[bytes | None]]
+PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+
+
+class Server:
+    """Answers each request with the pieces that a script gives; None closes the connection."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.ended = 0
+        self.two_ended = asyncio.Event()
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = next(
+                    int(v.split(b":")[1]) for v in head.lower().split(b"\r\n") if v.startswith(b"content-length")
+                )
+                self.requests.append(head + await reader.readexactly(size))
+                for piece in self.script(len(self.requests), self.requests[-1]):
+                    if piece is None:
+                        return
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self.ended += 1
+            if self.ended == 2:
+                self.two_ended.set()
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(script: Script, prefix: str = "") -> AsyncIterator[tuple[Server, Http1Client]]:
+    server = Server(script)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}{prefix}"
+    client = Http1Client(server.url, {"Authorization": "Bearer t"})
+    try:
+        yield server, client
+    finally:
+        await client.close()
+        listener.close()
+
+
+async def ask(client: Http1Client, body: bytes = b"body") -> tuple[int, bytes]:
+    async with client.post("/r", body, {"X": "1"}) as answer:
+        return answer.status, await answer.read()
+
+
+@pytest.mark.parametrize("answer", [PLAIN, CHUNKED])
+async def test_a_connection_is_used_again_however_the_answer_is_framed(answer: bytes) -> None:
+    async with serving(lambda number, request: [answer], "/base/") as (server, client):
+        assert [await ask(client) for _ in range(3)] == [(200, b"hello")] * 3
+        assert server.connections == 1
+        head, _, body = server.requests[0].partition(b"\r\n\r\n")
+        assert head.startswith(b"POST /base/r HTTP/1.1\r\n")
+        assert {b"Authorization: Bearer t", b"X: 1", b"Content-Length: 4"} <= set(head.split(b"\r\n"))
+        assert body == b"body"
+
+
+@pytest.mark.parametrize("answer", [PLAIN, CHUNKED])
+async def test_an_answer_may_come_byte_by_byte(answer: bytes) -> None:
+    async with serving(lambda number, request: [bytes([b]) for b in answer]) as (_, client):
+        assert await ask(client) == (200, b"hello")
+
+
+async def test_an_interim_answer_is_passed_over() -> None:
+    async with serving(lambda number, request: [b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN]) as (_, client):
+        assert await ask(client) == (200, b"hello")
+
+
+async def test_requests_at_once_have_connections_of_their_own() -> None:
+    async with serving(lambda number, request: [CHUNKED]) as (server, client):
+        assert await asyncio.gather(*(ask(client) for _ in range(20))) == [(200, b"hello")] * 20
+        assert server.connections == 20
+        await ask(client)
+        assert server.connections == 20
+
+
+async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
+    closing = b"HTTP/1.1 503 Away\r\nconnection: close\r\ncontent-length: 2\r\n\r\nno"
+    answers: dict[int, list[bytes | None]] = {1: [closing, None], 2: [PLAIN, None], 3: [PLAIN]}
+    async with serving(lambda number, request: answers[number]) as (server, client):
+        assert await ask(client) == (503, b"no")
+        assert await ask(client) == (200, b"hello")
+        await asyncio.sleep(0.02)  # the second one kept the connection, and closed it later
+        assert await ask(client) == (200, b"hello")
+        assert server.connections == 3
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [None],
+        [PLAIN[:20], None],
+        [PLAIN[:-2], None],
+        [CHUNKED[:-8], None],
+        [b"SSH-2.0\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
+    ],
+)
+async def test_an_answer_that_breaks_off_is_a_lost_connection(pieces: list[bytes | None]) -> None:
+    async with serving(lambda number, request: pieces) as (server, client):
+        with pytest.raises(ConnectionLostError):
+            await ask(client)
+        server.script = lambda number, request: [PLAIN]
+        assert await ask(client) == (200, b"hello")
+
+
+async def test_what_came_before_the_break_is_handed_out() -> None:
+    got = []
+
+    async def read(client: Http1Client) -> None:
+        async with client.post("/r", b"", {}) as answer:
+            async for chunk in answer.chunks():
+                got.append(chunk)
+
+    async with serving(lambda number, request: [CHUNKED[:-12], None]) as (_, client):
+        with pytest.raises(ConnectionLostError):
+            await read(client)
+    assert b"".join(got) == b"hel"
+
+
+async def test_who_leaves_before_the_end_closes_the_connection() -> None:
+    async with serving(lambda number, request: [CHUNKED[:-10]]) as (server, client):
+        for leave in (KeyError, asyncio.CancelledError):
+            with pytest.raises(leave):
+                async with client.post("/r", b"", {}):
+                    raise leave
+        await asyncio.wait_for(server.two_ended.wait(), 5)
+        assert server.connections == 2
+
+
+async def test_nobody_there_is_a_lost_connection() -> None:
+    async with serving(lambda number, request: [PLAIN]) as (server, _):
+        url = server.url
+    client = Http1Client(url, {})
+    with pytest.raises(ConnectionLostError):
+        await ask(client)
+    await client.close()
+
+
+async def test_the_caller_hears_when_a_request_has_left() -> None:
+    heard, release = asyncio.Event(), asyncio.Event()
+
+    async def answer_later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(PLAIN)
+        writer.close()
+
+    listener = await asyncio.start_server(answer_later, "127.0.0.1", 0)
+    client = Http1Client(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", {})
+
+    async def call() -> bytes:
+        async with client.post("/r", b"x", {}, on_sent=heard.set) as answer:
+            return await answer.read()
+
+    task = asyncio.create_task(call())
+    await asyncio.wait_for(heard.wait(), 5)
+    assert not task.done()
+    release.set()
+    assert await asyncio.wait_for(task, 5) == b"hello"
+    await client.close()
+    listener.close()
