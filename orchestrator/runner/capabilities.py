@@ -48,6 +48,8 @@ def from_info(name: str, info: dict[str, Any]) -> Capabilities:
             'Start it with --weight-transfer-config \'{"backend": "safetensors"}\' (ipc or nccl on CUDA); the four '
             "phases of an update exist since vLLM 0.22",
         )
+    if not found.get("weight_version"):
+        raise _lacks(name, "weight versions from several API servers", "Start it with --api-server-count 1")
     if GENERATE not in routes:
         raise _lacks(name, f"{GENERATE}, which scores the probe", "Start it with --enable-scale-out")
     return Capabilities(version, route=True)

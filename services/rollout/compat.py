@@ -137,7 +137,8 @@ class EngineClient:
         found["update_phases"] &= getattr(self._client.vllm_config, "weight_transfer_config", None) is not None
         return {
             "generate": True,
-            "weight_version": True,  # counted by the route, whatever vLLM itself does
+            # Counted by the route, whatever vLLM itself does; another process would not see the updates pass.
+            "weight_version": (getattr(getattr(self._app.state, "args", None), "api_server_count", 1) or 1) == 1,
             "weight_versions_spans": self.reports_spans,
             **found,
         }

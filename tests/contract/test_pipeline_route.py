@@ -96,23 +96,25 @@ async def test_without_our_route_a_version_that_counts_versions_itself_is_drawn_
         await engine.stop()
 
 
-@pytest.mark.parametrize("route", [True, False])
+DEV_MODE = ["/pause", "/resume", "/is_paused", "/update_weights", "/weight_info"]
+
+
 @pytest.mark.parametrize(
-    ("missing", "flag"),
+    ("route", "missing", "flag"),
     [
-        (["/pause", "/resume", "/is_paused", "/update_weights", "/weight_info"], "VLLM_SERVER_DEV_MODE=1"),
-        ([GENERATE], "--enable-scale-out"),
-        (["weight_transfer"], "--weight-transfer-config"),
+        (True, DEV_MODE, "VLLM_SERVER_DEV_MODE=1"),
+        (False, DEV_MODE, "VLLM_SERVER_DEV_MODE=1"),
+        (True, [GENERATE], "--enable-scale-out"),
+        (False, [GENERATE], "--enable-scale-out"),
+        (True, ["weight_transfer"], "--weight-transfer-config"),
+        (True, ["weight_version"], "--api-server-count 1"),
     ],
 )
-async def test_a_missing_flag_is_named_once_before_anything_is_drawn(
-    tmp_path: Path, missing: list[str], flag: str, route: bool
+async def test_a_missing_flag_is_named_before_anything_is_drawn(
+    tmp_path: Path, route: bool, missing: list[str], flag: str
 ) -> None:
     async with FakeRun(tmp_path, prompts=4, route=route) as run:
         run.engine.missing = frozenset(missing)
-        if missing == ["weight_transfer"] and not route:
-            run.engine.route_faults.plan("500", "/init_weight_transfer_engine", times=None)
-            flag = "/init_weight_transfer_engine with 500"
         assert await run.run() == 1
         assert "[rollout]" in run.error()
         assert flag in run.error()

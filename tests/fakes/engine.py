@@ -292,7 +292,7 @@ class FakeEngine:
                     "routes": offered,
                     "capabilities": {
                         "generate": True,
-                        "weight_version": True,
+                        "weight_version": "weight_version" not in self.missing,
                         "weight_versions_spans": VLLM[self.vllm]["spans"],
                         "pause": "/pause" in offered,
                         "update_phases": "/update_weights" in offered and "weight_transfer" not in self.missing,

@@ -168,6 +168,9 @@ def test_capabilities_follow_the_routes_and_the_configuration() -> None:
         assert found["pause"]
         assert found["update_phases"]
         assert not found["weight_versions_spans"]
+        assert found["weight_version"]
+        face._app.state.args = SimpleNamespace(api_server_count=2)
+        assert not face.capabilities()["weight_version"]
         client.vllm_config.weight_transfer_config = None
         assert not face.capabilities()["update_phases"]
     finally:
