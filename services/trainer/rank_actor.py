@@ -38,6 +38,8 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
     }
     if config.deterministic:
         values["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic matrix products ask for
+    if config.compile:
+        values["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # processes, by default one for each core
     if config.gpus:
         # Its own device, and to rank 0 the one that weights are published to. Ray counts devices and chooses none.
         seen = [config.gpus[rank], *([config.rollout_gpu] if rank == 0 and config.rollout_gpu is not None else [])]

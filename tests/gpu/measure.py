@@ -1,0 +1,98 @@
+"""Speed of whole jobs through ``nightshift run`` on one GPU.
+
+python -m tests.gpu.measure MODEL WORK [--staleness 1 0] [--steps 8] [--warm 3] [key=value ...]
+
+Each staleness bound is a run of its own; steps after the warm-up count. Prints one JSON line a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from nightshift.cli.estimate import read_shape
+from tests.gpu.jobs import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, SAMPLES, run_steps, write_job
+from tests.gpu.trainer import PEAK, flops_per_token
+
+_SHOWN = (
+    "timing/gen",
+    "timing/wait",
+    "timing/reward",
+    "timing/adv",
+    "timing/update_actor",
+    "timing/publish",
+    "timing/sync",
+    "timing/push",
+    "staleness/mean",
+    "log_ratio/abs_mean",
+    "clip_fraction",
+    "sync/changed_fraction",
+    "bubble/trainer",
+    "bubble/rollout",
+    "memory/gpu_peak_bytes",
+)
+
+
+def summary(events: list[dict[str, Any]], warm: int, model: Path) -> dict[str, Any]:
+    """Figures of the steps after the warm-up. Rates are over the wall time from the first to the last of them."""
+    from transformers import AutoConfig
+
+    steps = [event for event in events if event["kind"] == "step"]
+    ready = next(
+        event for event in events if event["kind"] == "role" and event["role"] == "agent" and event["state"] == "ready"
+    )
+    counted = steps[warm:]
+    span = counted[-1]["time"] - steps[warm - 1]["time"]
+    samples = sum(step["metrics"]["samples"] for step in counted)
+    median = {name: statistics.median(step["metrics"].get(name, 0.0) for step in counted) for name in _SHOWN}
+    config = AutoConfig.from_pretrained(model)
+    parameters = read_shape(model).parameters
+    tokens = PROMPTS * SAMPLES * (PROMPT_TOKENS + RESPONSE_TOKENS)
+    flops = flops_per_token(config, parameters, PROMPT_TOKENS + RESPONSE_TOKENS) * tokens
+    gigabytes = counted[-1]["metrics"]["sync/bytes"] / 1e9
+    return {
+        "steps": len(counted),
+        "seconds_per_step": round(span / len(counted), 3),
+        "samples_per_second": round(samples / span, 2),
+        "new_tokens_per_second": round(samples * RESPONSE_TOKENS / span),
+        "step_seconds": [round(step["metrics"]["timing/step"], 2) for step in steps],
+        "mfu_while_training": round(flops / median["timing/update_actor"] / PEAK, 4),
+        "sync_s_per_gb": round(median["timing/sync"] / gigabytes, 4),
+        "until_first_step_s": round(steps[0]["time"] - ready["time"], 1),
+        "median": {name: round(value, 4) for name, value in median.items()},
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=240.0)
+    arguments = parser.parse_args()
+    for bound in arguments.staleness:
+        job = write_job(
+            arguments.work / f"eta{bound}",
+            arguments.model,
+            arguments.warm + arguments.steps + 50,
+            pipeline={"max_staleness": bound},
+        )
+        try:
+            _, events, output = run_steps(job, arguments.warm + arguments.steps, arguments.timeout)
+        except RuntimeError as error:
+            print(json.dumps({"eta": bound, "error": str(error)[-2000:]}), flush=True)
+            continue
+        found = summary(events, arguments.warm, arguments.model)
+        warnings = [event["message"][:200] for event in events if event["kind"] == "warning"]
+        print(json.dumps({"eta": bound, **found, "warnings": warnings}), flush=True)
+        (arguments.work / f"eta{bound}.out").write_text(output)
+
+
+if __name__ == "__main__":
+    main()
