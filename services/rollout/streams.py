@@ -15,9 +15,9 @@ from services.rollout.versions import VersionTracker
 
 logger = logging.getLogger("vllm.nightshift")
 
-#: Seconds between two looks at what has been drawn. One task looks at all responses: a task of each one that woke for
-#: each token would cost more than the rest of the route.
-_LOOK_S = 0.02
+#: Seconds between two looks at what has been drawn, at least and at most: the pause grows while no frame is due. One
+#: task looks at all responses: a task of each one that woke for each token would cost more than the rest of the route.
+_LOOK_S, _LONGEST_LOOK_S = 0.03, 0.25
 
 
 class Stream:
@@ -49,10 +49,13 @@ class Stream:
         """Whether frames leave before the end."""
         return self.flush_tokens > 0
 
-    def wake(self, least: int) -> None:
-        """Lets a frame leave if so many labelled tokens wait."""
-        if not self._wake.is_set() and self._tracker.labelled(self.key, self.request.count()) - self.sent >= least:
-            self._wake.set()
+    def wake(self, least: int) -> bool:
+        """Lets a frame leave if so many labelled tokens wait; whether it does."""
+        count = self.request.count()
+        if count - self.sent < least or self._tracker.labelled(self.key, count) - self.sent < least:
+            return False
+        self._wake.set()
+        return True
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Packed frames; the last one has a finish reason. One empty item where there is a refusal."""
@@ -161,12 +164,12 @@ class Streams:
 
     async def _look(self) -> None:
         """Wakes the responses that have a whole frame; ends when none is left that has frames before its end."""
+        pause = _LOOK_S
         with contextlib.suppress(asyncio.CancelledError):
-            while any(stream.streams for stream in self._streams.values()):
-                await asyncio.sleep(_LOOK_S)
-                for stream in list(self._streams.values()):
-                    if stream.streams:
-                        stream.wake(stream.flush_tokens)
+            while streams := [stream for stream in self._streams.values() if stream.streams]:
+                due = [stream.wake(stream.flush_tokens) for stream in streams]
+                pause = _LOOK_S if any(due) else min(1.5 * pause, _LONGEST_LOOK_S)
+                await asyncio.sleep(pause)
 
 
 def _refusal(error: BaseException) -> tuple[int, str]:

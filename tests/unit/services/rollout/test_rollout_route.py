@@ -59,6 +59,7 @@ def frames_of(call: Call) -> list[Frame]:
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_LOOK_S", 0.0)
+    monkeypatch.setattr(streams, "_LONGEST_LOOK_S", 0.0)
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", GENERATE), ("GET", INFO), ("POST", "/pause")])
