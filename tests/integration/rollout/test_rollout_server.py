@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -21,6 +22,12 @@ from transformers import AutoModelForCausalLM
 
 from nightshift.config.job import JobSpec
 from nightshift.wire.errors import BadInputError, RoleError
+from nightshift.wire.events import EventLog
+from nightshift.wire.scoring import SequenceInput
+from orchestrator.runner.engine import EngineAddress
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.health import PROBE_LIMITS
+from orchestrator.runner.trainer import Publication
 from services.rollout.keeper import descendants
 from services.rollout.launch import VllmServer, port_is_free
 from tests.fixtures.tiny_model import build_tiny_model
@@ -223,6 +230,37 @@ def test_a_bad_file_is_refused_and_the_server_stays_usable(http, references, fol
     assert difference(http, references["old"]) < 1e-4
     push(http, publish(new, store, "again.safetensors"), "run/1/2")
     assert difference(http, references["new"]) < 1e-4
+
+
+def test_a_push_that_does_nothing_is_caught_by_the_probe(server, folders, references, tmp_path):
+    _, store, old, new = folders
+    probe = [
+        SequenceInput(id=str(at), prompt_ids=np.array(ids[:2], np.int32), response_ids=np.array(ids[2:], np.int32))
+        for at, ids in enumerate(PROMPTS)
+    ]
+
+    def publication(version: str, file: dict, model: str) -> Publication:
+        values = [
+            {"id": str(at), "logprobs": teacher_forced(references[model], ids[:2], ids[2:])}
+            for at, ids in enumerate(PROMPTS)
+        ]
+        return Publication(version, "safetensors", file, file["digest"], file["bytes"], values, 1.0, 0.0)
+
+    async def check() -> None:
+        address = EngineAddress(server.name, server.url, server.token, server.incarnation)
+        fleet = Fleet(
+            [address], events=EventLog(tmp_path / "events.jsonl", "run"), refresh=lambda: [address],
+            probe_inputs=probe, limits=PROBE_LIMITS["float32"], request_timeout_s=60, away_s=5, retries=0,
+        )  # fmt: skip
+        files = {"old": publish(old, store, "a.safetensors"), "new": publish(new, store, "b.safetensors")}
+        await fleet.publish(publication("run/0/0", files["old"], "old"))
+        await fleet.publish(publication("run/0/1", files["new"], "new"))
+        # The file of the weights that the server holds already, under the name of other ones.
+        with pytest.raises(RoleError, match="does not compute with the weights of run/0/2"):
+            await fleet.publish(publication("run/0/2", files["new"], "old"))
+        await fleet.close()
+
+    asyncio.run(check())
 
 
 def test_a_store_outside_the_servers_own_is_refused(http, folders):
