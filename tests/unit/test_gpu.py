@@ -142,10 +142,10 @@ def test_a_job_that_fits_is_taken_and_one_that_does_not_is_told_what_to_lower() 
     trainer = {"dtype": "bfloat16", "max_tokens_per_micro_batch": 20480}
     check_gpu_memory(job(rollout=rollout, trainer=trainer), SHAPE, driver().gpus)
     with pytest.raises(BadInputError, match=r"CUDA device 0 .* needs about .* rollout\.kv_cache_gib"):
-        check_gpu_memory(job(rollout=rollout | {"kv_cache_gib": 90}, trainer=trainer), SHAPE, driver().gpus)
+        check_gpu_memory(job(rollout=rollout | {"kv_cache_gib": 100}, trainer=trainer), SHAPE, driver().gpus)
     with pytest.raises(BadInputError, match=r"trainer\.max_tokens_per_micro_batch"):
         check_gpu_memory(
-            job(rollout=rollout, trainer=trainer | {"max_tokens_per_micro_batch": 40000}), SHAPE, driver().gpus
+            job(rollout=rollout, trainer=trainer | {"max_tokens_per_micro_batch": 60000}), SHAPE, driver().gpus
         )
     with pytest.raises(BadInputError, match="smaller model"):
         check_gpu_memory(job(rollout=rollout, trainer=trainer), SHAPE, driver(memory=16 * GIB).gpus)

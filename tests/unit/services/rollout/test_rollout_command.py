@@ -76,6 +76,13 @@ def test_a_cpu_server():
     assert "--otlp-traces-endpoint" not in made.argv
 
 
+def test_a_cuda_server_sees_its_own_device_only():
+    assert "CUDA_VISIBLE_DEVICES" not in command(device="cpu", gpu=1).env
+    assert command(device="cuda", gpu=1).env["CUDA_VISIBLE_DEVICES"] == "1"
+    outside = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert command(device="cuda", gpu=1, base_env=outside).env["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
 def test_a_cuda_server():
     made = command(spec_of(dtype="bfloat16"), device="cuda", cores=[0])
     assert "--enforce-eager" not in made.argv
