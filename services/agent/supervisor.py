@@ -18,7 +18,7 @@ from typing import Any
 
 from nightshift.config.job import JobSpec
 from nightshift.config.load import read_resolved
-from nightshift.gpu import find_device
+from nightshift.gpu import Device, find_device
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
 from services.agent import leftovers, machine
@@ -27,6 +27,7 @@ from services.agent.parts import Cluster, Parts, Trainer
 from services.agent.rollout_role import RolloutRole
 from services.agent.watch import RayWatch
 from services.rollout import keeper
+from services.rollout.command import default_backend
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Supervisor:
         trainer_port = self._parts.port("trainer", ports.trainer)
         scorers_port = self._parts.port("scorers", ports.scorers)
         self._role = "trainer"
-        store = self._make_store(spec)
+        store = self._make_store(spec, device)
 
         self._role = RolloutRole.NAME
         if spec.rollout.url is None:
@@ -160,7 +161,7 @@ class Supervisor:
             self._wake.clear()
         self._write_addresses()
 
-    def _make_store(self, spec: JobSpec) -> Path:
+    def _make_store(self, spec: JobSpec, device: Device) -> Path:
         parent = Path(spec.resources.weight_store)
         if not parent.is_dir():
             raise BadInputError(
@@ -169,7 +170,8 @@ class Supervisor:
                 fix="Set resources.weight_store to a folder in memory",
             )
         leftovers.remove_stale(parent, "nightshift-*")
-        machine.check_store_room(spec, parent)
+        if default_backend(device) == "safetensors" or spec.rollout.url is not None:
+            machine.check_store_room(spec, parent)
         self._store = parent / f"nightshift-{self._run_id}"
         # A folder of this run that is there already is that of an agent that was killed: its files are of no use.
         shutil.rmtree(self._store, ignore_errors=True)
