@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nightshift.cli.processes import parents
+from nightshift.cli.shared_memory import Segments
 
 _INTERVAL_S = 2.0
 #: Text in a command line -> role; the first that fits.
@@ -62,12 +63,21 @@ def pss_bytes(pid: int) -> int:
     return 0
 
 
-def sample(root: int, store: Path | None = None) -> dict[str, int]:
-    """Role -> bytes now. ``store``: a folder in memory whose files count too (they belong to no process)."""
+def sample(root: int, store: Path | None = None, segments: Segments | None = None) -> dict[str, int]:
+    """Role -> bytes now.
+
+    Args:
+        root: the process that counts, with everything below it.
+        store: a folder in memory whose files count too (they belong to no process).
+        segments: notes the shared memory that the processes use.
+    """
     parent_of = parents()
     commands = {pid: _command(pid) for pid in parent_of}
     totals: dict[str, int] = {}
-    for pid, role in assign_roles(root, parent_of, commands).items():
+    roles = assign_roles(root, parent_of, commands)
+    if segments is not None:
+        segments.look(roles)
+    for pid, role in roles.items():
         totals[role] = totals.get(role, 0) + pss_bytes(pid)
     if store is not None and (size := _folder_bytes(store)):
         totals["weight store"] = size
@@ -77,8 +87,11 @@ def sample(root: int, store: Path | None = None) -> dict[str, int]:
 class PeakMemory:
     """Samples in a thread and keeps the highest total, with its parts at that moment."""
 
-    def __init__(self, store: Path | None = None, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(
+        self, store: Path | None = None, segments: Segments | None = None, interval_s: float = _INTERVAL_S
+    ) -> None:
         self._store = store
+        self._segments = segments
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="memory", daemon=True)
@@ -109,7 +122,7 @@ class PeakMemory:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            self.observe(sample(os.getpid(), self._store))
+            self.observe(sample(os.getpid(), self._store, self._segments))
             self._stop.wait(self._interval_s)
 
 

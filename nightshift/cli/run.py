@@ -24,7 +24,7 @@ from nightshift.cli.processes import Child
 from nightshift.cli.progress import Progress, progress_for
 from nightshift.cli.report import report, report_lines
 from nightshift.cli.runs import EVENTS, JOB, SERVICES, checkpoints, find_run, hold, make_run, new_run_id
-from nightshift.cli.shared_memory import remove_abandoned
+from nightshift.cli.shared_memory import Segments
 from nightshift.cli.tail import Tail, last_lines
 from nightshift.cli.view import RunView, role_sentence
 from nightshift.config import JobSpec
@@ -143,9 +143,9 @@ class Supervisor:
         self._told = 0  # interrupts that were answered
         self._view = RunView(run_id=self._run_id)
         self._tail = Tail(run_dir / EVENTS)
-        self._memory = PeakMemory(self._store)
+        self._segments = Segments()
+        self._memory = PeakMemory(self._store, self._segments)
         self._children: list[Child] = []
-        self._began = time.time()
 
     def run(self, console: Console, *, as_json: bool) -> tuple[int, RunView]:
         """Runs until the runner has ended and nothing is left. Returns the exit code and what the events said."""
@@ -260,7 +260,7 @@ class Supervisor:
         if self._store.exists():
             shutil.rmtree(self._store, ignore_errors=True)
             events.append("warning", role="agent", message=f"left {self._store} behind, which was removed")
-        if abandoned := remove_abandoned(self._began):
+        if abandoned := self._segments.remove_abandoned():
             events.append("warning", role="agent", message=f"left shared memory behind, which was removed: {abandoned}")
         if stuck := processes.processes_of(self._run_id):
             lines = [processes.command_line(pid) for pid in stuck]
