@@ -119,7 +119,7 @@ class RayRanks:
     async def _meet(self) -> dict[str, Any]:
         places = await self.call("place")
         loopback = len({node for node, *_ in places}) == 1
-        folder = Path(tempfile.mkdtemp(prefix="nightshift-ranks-")) if loopback else None
+        folder = Path(tempfile.mkdtemp(prefix="nightshift-ranks-")) if loopback and self.world > 1 else None
         _, address, port, _ = places[0]
         # On one machine the ranks meet in a file: a rendezvous over TCP would listen on every interface.
         init_method = f"file://{folder}/rendezvous" if folder else f"tcp://{address}:{port}"
