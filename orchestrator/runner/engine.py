@@ -206,7 +206,9 @@ class Engine:
 
     async def pause(self, mode: str = "keep") -> None:
         """Stops decoding; running requests are kept ("keep") or waited for ("wait")."""
-        await self._call("POST", f"/pause?mode={mode}", timeout_s=self._timeout_s)
+        # Only waiting for running requests may take as long as a request.
+        timeout_s = self._timeout_s if mode == "wait" else _ADMIN_TIMEOUT_S
+        await self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
     async def resume(self) -> None:
         """Goes on decoding. Asked twice: after a failed phase a server closes the connection that the first may use."""

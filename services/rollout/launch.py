@@ -35,6 +35,7 @@ _KEEPER = Path(__file__).with_name("keeper.py")
 _PORT_RANGE = range(20000, 32000)
 _LOG_TAIL = 64 << 10
 _STOP_GRACE_S = 15.0
+_HEALTH_INTERVAL_S = 2.0
 
 
 def free_port() -> int:
@@ -127,6 +128,8 @@ class VllmServer:
         self._otlp = otlp
         self._max_positions = max_positions(Path(spec.model.path))
         self._process: subprocess.Popen[bytes] | None = None
+        self._dead = False
+        self._next_health = 0.0
 
     @property
     def url(self) -> str:
@@ -173,6 +176,7 @@ class VllmServer:
         self.port = self._wanted_port or free_port()
         self.token = secrets.token_urlsafe(32)
         self.incarnation = secrets.token_hex(8)
+        self._dead, self._next_health = False, 0.0
         command = server_command(
             self._spec,
             port=self.port,
@@ -237,12 +241,31 @@ class VllmServer:
             raise
 
     def alive(self) -> bool:
-        """Whether the server's processes run."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the server's processes run and its engine has not died."""
+        return self._process is not None and self._process.poll() is None and not self._engine_is_dead()
+
+    def _engine_is_dead(self) -> bool:
+        """Whether the API server says that its engine is gone.
+
+        It then ends by itself, but not while a request that the engine will never answer is still open. A server that
+        does not answer at all may only be busy: that is no sign of death.
+        """
+        now = time.monotonic()
+        if now < self._next_health:
+            return self._dead
+        self._next_health = now + _HEALTH_INTERVAL_S
+        try:
+            self._dead = httpx.get(f"{self.url}/health", timeout=1.0, trust_env=False).status_code == 503
+        except httpx.HTTPError:
+            self._dead = False
+        return self._dead
 
     def failure(self) -> RoleError:
         """Why a server that is not alive ended."""
         code = self._process.poll() if self._process else None
+        if code is None and self._dead:
+            message = f"vLLM server {self.name} lost its engine process"
+            return RoleError(message, role="rollout", fix=f"its log: {self._log_path}")
         cause, fix = diagnose(self._log(), code, self.port)
         return RoleError(f"vLLM server {self.name} ended: {cause}", role="rollout", fix=f"{fix} ({self._log_path})")
 

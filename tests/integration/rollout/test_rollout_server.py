@@ -335,3 +335,22 @@ def test_stop_leaves_no_process_and_no_port(folders):
         assert time.monotonic() < deadline, "processes outlived the one that started them"
         time.sleep(0.2)
     assert port_is_free(port)
+
+
+def test_a_lost_engine_is_noticed_while_a_request_is_open(server, http):
+    """The last test of this server. An API server whose engine was killed waits for open requests before it ends."""
+    assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"Authorization": f"Bearer {server.token}"}
+        body = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 4}}
+        url = f"{server.url}/inference/v1/generate"
+        pool.submit(httpx.post, url, json=body, headers=headers, timeout=90, trust_env=False)
+        time.sleep(1.0)  # the request is queued behind the pause; nothing says when
+        engine = next(p for p in descendants(server.pid) if "EngineCore" in Path(f"/proc/{p}/cmdline").read_text())
+        os.kill(engine, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while server.alive():
+            assert time.monotonic() < deadline, "the loss of the engine was not noticed"
+            time.sleep(0.3)
+        assert "engine" in str(server.failure()) or "ended" in str(server.failure())
+        server.stop()
