@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from opentelemetry.trace import Span
 
+from nightshift.analysis.spans import Interval
 from nightshift.config import JobSpec
 from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
 from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
+from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.fleet import Fleet
-from orchestrator.runner.intervals import BusyClock, Interval
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing

@@ -11,6 +11,7 @@ from typing import Any
 
 from nightshift.algorithms import compute_advantages
 from nightshift.algorithms.schedule import learning_rate
+from nightshift.analysis.spans import covered, within
 from nightshift.config import JobSpec
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
@@ -19,11 +20,11 @@ from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.batch import advantage_metrics, batch_metrics, check_budget, loss_spec, rollout_rows, trainable
 from orchestrator.runner.books import Books
+from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
-from orchestrator.runner.intervals import BusyClock, clip, intersection, length
 from orchestrator.runner.rollouts import write_rollouts
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.tracing import Tracing
@@ -190,8 +191,8 @@ class Stepper:
 
     def overlap_share(self) -> float:
         """Share of the time since :meth:`begin` in which samples were drawn and the trainer worked at once."""
-        both = clip(intersection(self._generating.intervals(), self.training.intervals()), self.began, self.ended)
-        return length(both) / max(1e-9, self.ended - self.began)
+        both = within(within(self._generating.intervals(), self.training.intervals()), [(self.began, self.ended)])
+        return covered(both) / max(1e-9, self.ended - self.began)
 
     async def finish_step(self, timeout_s: float) -> None:
         """Waits for the step in progress, if any.
@@ -303,8 +304,10 @@ class Stepper:
         start, self._last_end = self._last_end, time.time()
         span = max(1e-9, self._last_end - start)
         metrics["timing/push"] = time.time() - began
-        metrics["bubble/trainer"] = 1.0 - length(clip(self.training.intervals(), start, self._last_end)) / span
-        metrics["bubble/rollout"] = 1.0 - length(clip(self._generating.intervals(), start, self._last_end)) / span
+        metrics["bubble/trainer"] = 1.0 - covered(within(self.training.intervals(), [(start, self._last_end)])) / span
+        metrics["bubble/rollout"] = (
+            1.0 - covered(within(self._generating.intervals(), [(start, self._last_end)])) / span
+        )
         metrics["samples_per_second"] = metrics["samples"] / span
         metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
         self._log_step(step, metrics)
@@ -345,7 +348,7 @@ class Stepper:
     ) -> dict[str, float]:
         roles = {"rollout": "timing/gen", "reward": "timing/reward", "reference": "timing/ref"}
         times = {
-            name: length(group.intervals[role] for group in groups if role in group.intervals)
+            name: covered(group.intervals[role] for group in groups if role in group.intervals)
             for role, name in roles.items()
         }
         return {
