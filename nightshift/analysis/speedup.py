@@ -44,6 +44,10 @@ Limit = Literal["staleness", "rollout", "scoring", "trainer", "delivery"]
 BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
 
 
+#: Less than a clock can tell from nothing.
+_CLOCK_S = 1e-9
+
+
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Seconds per step of each stage, measured with nothing else counted in.
@@ -189,7 +193,7 @@ def slack(times: StageTimes, max_staleness: int | None) -> float | None:
 
     Generation stands in two terms: ``k (u G) + W <= step`` and ``max(k G + R, S) + T + P + V <= (eta + 1) step``.
     """
-    if times.generation <= 0:
+    if times.generation < _CLOCK_S:
         return None
     step = step_seconds(times, max_staleness)
     factors = [(step - times.pause) / (times.occupancy * times.generation)]
