@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
@@ -58,13 +59,12 @@ class Books:
     async def flush(self) -> None:
         """Writes what a caller that was cancelled left unwritten: a commit must never know more than the database."""
         async with self._saving:
-            records = list(self._unsaved.values())
-            if not records:
-                return
-            await self._do(lambda: self._store.save_groups(self._run_id, records))
-            for record in records:
-                if self._unsaved.get(record.index) is record:
-                    del self._unsaved[record.index]
+            # Until nothing is left: what was noted while this wrote is known to the commit that comes next, too.
+            while records := list(self._unsaved.values()):
+                await self._do(partial(self._store.save_groups, self._run_id, records))
+                for record in records:
+                    if self._unsaved.get(record.index) is record:
+                        del self._unsaved[record.index]
 
     async def save_run(self, lineage: Lineage, job_trace_id: str, state: str) -> None:
         """Writes the run's own row."""

@@ -55,6 +55,8 @@ class Checkpoints:
         """Removes all but the newest ``keep`` checkpoints; None keeps all. Returns the removed steps."""
         gone = rotated(self.committed(), keep)
         for step in gone:
+            # A crash may have come between the commit and its copy.
+            self.keep_manifest(step, self.manifest(step))
             for folder in (self.state_dir(step), self.export_dir(step)):
                 shutil.rmtree(folder, ignore_errors=True)
         return gone

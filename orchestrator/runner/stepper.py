@@ -22,6 +22,7 @@ from orchestrator.runner.batch import advantage_metrics, batch_metrics, check_bu
 from orchestrator.runner.books import Books
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.commit import Consumed
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
@@ -97,7 +98,7 @@ class Stepper:
         self._cursor_state = cursor_state
         self._in_step = asyncio.Lock()
         self._after: asyncio.Task[None] | None = None
-        self._consumed: dict[int, list[int]] = {}
+        self._consumed = Consumed()
         self._committed = step if manifest else None
         #: Updates that had nothing to learn from: they hold no position of the learning rate.
         self._skipped = int(manifest.get("skipped", 0)) if manifest else 0
@@ -158,7 +159,8 @@ class Stepper:
                 updated = await self._update(samples, str(expect), str(new), traceparent)
                 await self._books.train([group.index for group in groups], self.step + 1, self.lineage.number)
                 self.step += 1
-                self._consumed[self.step] = [group.index for group in groups]
+                bound = self._admission.max_staleness
+                self._consumed.add(self.step, groups, n=self._spec.rollout.n, max_staleness=bound)
                 for group in groups:
                     if group.waiting is not None:
                         group.waiting.end()
@@ -218,12 +220,11 @@ class Stepper:
             "step": self.step,
             "total_steps": self._total_steps,
             "policy_version": str(self.lineage.version(self.step)),
-            "issued": self._books.ledger.issued,
+            **self._consumed.fields(self._books.ledger),
             "cursor": self._cursor_state(),
             "finished_groups": self._admission.finished_groups,
             "skipped": self._skipped,
             "metrics": {name: value for name, value in self._metrics.items() if math.isfinite(value)},
-            "consumed": {str(step): indices for step, indices in self._consumed.items()},
             "job_trace_id": self._tracing.job_trace_id,
             "time": time.time(),
         }
@@ -237,8 +238,8 @@ class Stepper:
                 traceparent=traceparent,
             )
         self._checkpoints.keep_manifest(self.step, manifest)
-        self._spool.remove([index for indices in self._consumed.values() for index in indices])
-        self._consumed = {}
+        self._spool.remove(self._consumed.indices)
+        self._consumed.clear()
         self._committed = self.step
         self._checkpoints.rotate(self._spec.checkpoint.keep)
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))

@@ -24,10 +24,13 @@ from nightshift.gpu import Device
 from nightshift.wire import codec
 from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError, WireError
 from nightshift.wire.frames import FrameReader
+from nightshift.wire.request_log import log_path as request_log_path
 from nightshift.wire.rollout import ROUTE
 from services.rollout.command import default_backend, server_command
 from services.rollout.compat import check_version, installed_version
 from services.rollout.diagnosis import diagnose
+from services.rollout.request_log import LOG_VARIABLE, NAME_VARIABLE
+from services.rollout.route import INCARNATION_VARIABLE
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 #: Below the range from which the kernel hands out ports to clients, so that nobody else takes one between the choice
@@ -198,7 +201,12 @@ class VllmServer:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [*keeper, "--", *command.argv],
-                env={**command.env, "NIGHTSHIFT_INCARNATION": self.incarnation},
+                env={
+                    **command.env,
+                    INCARNATION_VARIABLE: self.incarnation,
+                    NAME_VARIABLE: self.name,
+                    LOG_VARIABLE: str(request_log_path(self._log_path.parent, self.name)),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

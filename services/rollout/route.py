@@ -24,8 +24,11 @@ from services.rollout.asgi import ClientGoneError, StatusWatch, answer_json, hea
 from services.rollout.compat import EngineClient
 from services.rollout.guard import AUTHENTICATED, App, Receive, Scope, Send
 from services.rollout.request import parse_request
+from services.rollout.request_log import AnswerWatch, RequestLogger
 from services.rollout.streams import Stream, Streams
 
+#: vLLM's own route for token ids.
+GENERATE = "/inference/v1/generate"
 #: Names this start of the server, where its launcher sets it.
 INCARNATION_VARIABLE = "NIGHTSHIFT_INCARNATION"
 
@@ -39,9 +42,11 @@ class Route:
         self._app = app
         self._engine: EngineClient | None = None
         self._streams = Streams()
+        self._log = RequestLogger.of_environment(INCARNATION_VARIABLE)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", ROUTE): self._generate,
             ("GET", INFO): self._info,
+            ("POST", GENERATE): self._watch,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/update_weights"): self._update,
@@ -92,7 +97,8 @@ class Route:
         except (WireError, ValueError) as error:
             await answer_json(send, 400, {"error": {"code": 400, "message": str(error)}})
             return
-        stream = self._streams.add(wanted.request_id, request, wanted.flush_tokens)
+        log = self._log.response(wanted.request_id, wanted.token_ids)
+        stream = self._streams.add(wanted.request_id, request, wanted.flush_tokens, log)
         gone = asyncio.create_task(_disconnected(receive))
         sending = asyncio.create_task(_send_frames(stream, send))
         try:
@@ -106,6 +112,21 @@ class Route:
             await self._streams.remove(stream)
 
     # vLLM's routes on their way ---------------------------------------------------------------------------------------
+
+    async def _watch(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's own generate route: what it answers is written down as well."""
+        if not self._log.active:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await read_body(receive)
+        except ClientGoneError:
+            return
+        watch = AnswerWatch(send, self._log, headers_of(scope), body)
+        try:
+            await self._app(scope, replay(body, receive), watch)
+        finally:
+            watch.close()
 
     async def _pause(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -132,6 +153,7 @@ class Route:
         watch = StatusWatch(send)
         await self._app(scope, replay(passed, receive), watch)
         if watch.status < 300:
+            self._log.taken(version)
             self._streams.finished(version)
 
 

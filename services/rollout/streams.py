@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from nightshift.wire.frames import FINISH_ERROR, Frame, pack_frame
+from nightshift.wire.request_log import GONE
 from services.rollout.compat import EngineRequest, Outcome
+from services.rollout.request_log import ResponseLog
 from services.rollout.versions import VersionTracker
 
 logger = logging.getLogger("vllm.nightshift")
@@ -28,8 +30,11 @@ class Stream:
         refusal: status and text, where the request failed before any token of it was sent.
     """
 
-    def __init__(self, request_id: str, request: EngineRequest, flush_tokens: int, tracker: VersionTracker) -> None:
+    def __init__(
+        self, request_id: str, request: EngineRequest, flush_tokens: int, tracker: VersionTracker, log: ResponseLog
+    ) -> None:
         self.request_id = request_id
+        self.log = log
         self.request = request
         self.flush_tokens = flush_tokens
         self.refusal: tuple[int, str] | None = None
@@ -69,7 +74,7 @@ class Stream:
             if end > self.sent:
                 frame = self._frame(end)
                 self.sent = end
-                yield pack_frame(frame)
+                yield pack_frame(self.log.frame(frame))
 
     async def stop(self) -> None:
         """Ends the request in the engine, if it still runs."""
@@ -90,14 +95,15 @@ class Stream:
 
     def _last(self) -> bytes:
         try:
-            return pack_frame(self._frame(self.request.count(), self._run.result()))
+            return pack_frame(self.log.frame(self._frame(self.request.count(), self._run.result())))
         except (Exception, asyncio.CancelledError) as error:  # vLLM's own, of many kinds
             status, text = _refusal(error)
             if not self.sent:
                 self.refusal = status, text
                 return b""
             empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return pack_frame(Frame(self.request_id, self.sent, *empty, finish_reason=FINISH_ERROR, error=text))
+            frame = Frame(self.request_id, self.sent, *empty, finish_reason=FINISH_ERROR, error=text)
+            return pack_frame(self.log.frame(frame))
 
 
 class Streams:
@@ -121,10 +127,10 @@ class Streams:
             key = f"{request_id}~{number}"
         return key
 
-    def add(self, request_id: str, request: EngineRequest, flush_tokens: int) -> Stream:
+    def add(self, request_id: str, request: EngineRequest, flush_tokens: int, log: ResponseLog) -> Stream:
         """Starts a request."""
         self.tracker.open(request.request_id)
-        stream = self._streams[request.request_id] = Stream(request_id, request, flush_tokens, self.tracker)
+        stream = self._streams[request.request_id] = Stream(request_id, request, flush_tokens, self.tracker, log)
         if stream.streams and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look())
         return stream
@@ -134,6 +140,7 @@ class Streams:
         try:
             await stream.stop()
         finally:
+            stream.log.close(FINISH_ERROR if stream.refusal else GONE)
             self._streams.pop(stream.key, None)
             self.tracker.close(stream.key)
 

@@ -102,3 +102,19 @@ async def test_many_groups_at_once_are_all_written(tmp_path: Path) -> None:
     assert {kept.state for kept in store.records.values()} == {GroupState.TRAINED}
     assert store.records == books.ledger.records
     books.close()
+
+
+async def test_what_is_noted_while_a_commit_is_written_is_written_with_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    books = make_books(tmp_path, store)
+    store.open.clear()
+    first = asyncio.create_task(books.issue(record(0)))
+    flushing = asyncio.create_task(books.flush())
+    await asyncio.sleep(0.02)
+    later = asyncio.create_task(books.issue(record(1)))
+    await asyncio.sleep(0.02)
+    store.open.set()
+    await flushing
+    assert sorted(store.records) == list(range(books.ledger.issued)) == [0, 1]
+    await asyncio.gather(first, later)
+    books.close()
