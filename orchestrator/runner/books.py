@@ -57,7 +57,15 @@ class Books:
         self.ledger.check()
 
     async def flush(self) -> None:
-        """Writes what a caller that was cancelled left unwritten: a commit must never know more than the database."""
+        """Writes what a caller that was cancelled left unwritten: a commit must never know more than the database.
+
+        Raises:
+            FencedError: another process drives the run now; this one may not commit.
+        """
+        await self._save()
+        await self._do(lambda: self._store.check_fence(self._run_id))
+
+    async def _save(self) -> None:
         async with self._saving:
             # Until nothing is left: what was noted while this wrote is known to the commit that comes next, too.
             while records := list(self._unsaved.values()):
@@ -77,7 +85,7 @@ class Books:
 
     async def _write(self, records: list[GroupRecord]) -> None:
         self._unsaved.update((record.index, record) for record in records)
-        await self.flush()
+        await self._save()
 
     async def _do(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, delete, event, insert, select
+from sqlalchemy import Connection, delete, func, insert, select, update
 
+from nightshift.wire.errors import NightshiftError
 from nightshift.wire.version import Lineage
-from orchestrator.runner.ledger import GroupRecord, GroupState
-from orchestrator.store.schema import groups, metadata, runs
+from orchestrator.runner.ledger import IN_FLIGHT, GroupRecord, GroupState
+from orchestrator.store.engine import connect
+from orchestrator.store.schema import fences, groups, runs
+
+#: Environment of a run's processes: the fencing token with which the job service started them.
+FENCE_VARIABLE = "NIGHTSHIFT_FENCE"
+
+
+class FencedError(NightshiftError):
+    """A newer process drives this run: this one may write nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +39,15 @@ class StateStore:
 
     Args:
         url: SQLAlchemy database URL, for instance ``sqlite:///<run>/state.db``.
+        fence: token of this process, checked within each transaction that writes; None: that of the environment, and
+            no check where there is none.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine: Engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _durable_sqlite)
-        metadata.create_all(self._engine)
+    def __init__(self, url: str, fence: int | None = None) -> None:
+        self._engine = connect(url)
+        self._write = self._engine.execution_options(write=True)
+        told = os.environ.get(FENCE_VARIABLE, "")
+        self._fence = fence if fence is not None else int(told) if told.isdigit() else None
 
     def load(self, run_id: str) -> tuple[RunState | None, list[GroupRecord]]:
         """The run and its groups in issue order; None where the run is new."""
@@ -58,32 +70,79 @@ class StateStore:
             "state": state.state,
             "updated": time.time(),
         }
-        with self._engine.begin() as connection:
+        with self._write.begin() as connection:
             connection.execute(delete(runs).where(runs.c.run_id == state.lineage.run))
             connection.execute(insert(runs), values)
+            self._check(connection, state.lineage.run)
 
     def save_groups(self, run_id: str, records: Iterable[GroupRecord]) -> None:
         """Writes these records, all or none."""
         rows = [_row(run_id, record) for record in records]
         if not rows:
             return
-        with self._engine.begin() as connection:
+        with self._write.begin() as connection:
             connection.execute(
                 delete(groups).where(groups.c.run_id == run_id, groups.c.index.in_([row["index"] for row in rows]))
             )
             connection.execute(insert(groups), rows)
+            self._check(connection, run_id)
+
+    def check_fence(self, run_id: str) -> None:
+        """Checks that this process is the newest one of the run.
+
+        Raises:
+            FencedError: it is not.
+        """
+        if self._fence is not None:
+            with self._engine.begin() as connection:
+                self._check(connection, run_id)
+
+    def raise_fence(self, run_id: str, token: int) -> None:
+        """Lets only processes with ``token`` or a newer one write for the run from now on.
+
+        Raises:
+            FencedError: a newer process was started already.
+        """
+        with self._write.begin() as connection:
+            query = select(fences.c.token).where(fences.c.run_id == run_id).with_for_update()
+            known = connection.execute(query).scalar()
+            if known is None:
+                connection.execute(insert(fences), {"run_id": run_id, "token": token})
+            elif known > token:
+                raise FencedError(f"run {run_id}: token {token} is older than {known}", role="orchestrator")
+            else:
+                connection.execute(update(fences).where(fences.c.run_id == run_id).values(token=token))
+
+    def balance(self, run_id: str) -> dict[str, int]:
+        """The terms of the ledger's equation, by name; all 0 for an unknown run."""
+        query = select(groups.c.state, func.count()).where(groups.c.run_id == run_id).group_by(groups.c.state)
+        with self._engine.begin() as connection:
+            counts = {str(state): int(count) for state, count in connection.execute(query)}
+        terms = {"issued": sum(counts.values()), "in_flight": sum(counts.get(state, 0) for state in IN_FLIGHT)}
+        return terms | {str(state): counts.get(state, 0) for state in GroupState if state not in IN_FLIGHT}
+
+    def forget(self, run_id: str) -> None:
+        """Removes a run's rows."""
+        with self._write.begin() as connection:
+            for table in (groups, runs, fences):
+                connection.execute(delete(table).where(table.c.run_id == run_id))
+
+    def _check(self, connection: Connection, run_id: str) -> None:
+        # Read after the writes: they hold SQLite's lock, and PostgreSQL's row lock makes a new process wait for us.
+        if self._fence is None:
+            return
+        query = select(fences.c.token).where(fences.c.run_id == run_id).with_for_update(read=True)
+        newest = connection.execute(query).scalar()
+        if newest is not None and newest > self._fence:
+            raise FencedError(
+                f"this process (token {self._fence}) was replaced by another one (token {newest}) that drives the run "
+                f"{run_id}",
+                role="orchestrator",
+            )
 
     def close(self) -> None:
         """Closes all connections."""
         self._engine.dispose()
-
-
-def _durable_sqlite(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute("PRAGMA busy_timeout=10000")
-    cursor.close()
 
 
 def _row(run_id: str, record: GroupRecord) -> dict[str, Any]:

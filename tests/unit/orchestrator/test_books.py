@@ -14,6 +14,7 @@ from nightshift.wire.errors import RoleTimeoutError
 from nightshift.wire.events import EventLog, read_events
 from orchestrator.runner.books import Books
 from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from orchestrator.store.state import FencedError
 
 
 class MemoryStore:
@@ -24,6 +25,7 @@ class MemoryStore:
         self.open = threading.Event()
         self.open.set()
         self.failures = 0
+        self.fenced = False
 
     def save_groups(self, _run_id: str, records: list[GroupRecord]) -> None:
         self.open.wait(10)
@@ -31,6 +33,10 @@ class MemoryStore:
             self.failures -= 1
             raise OperationalError("insert", {}, Exception("gone"))
         self.records.update((record.index, record) for record in records)
+
+    def check_fence(self, _run_id: str) -> None:
+        if self.fenced:
+            raise FencedError("replaced", role="orchestrator")
 
     def close(self) -> None:
         pass
@@ -117,4 +123,14 @@ async def test_what_is_noted_while_a_commit_is_written_is_written_with_it(tmp_pa
     await flushing
     assert sorted(store.records) == list(range(books.ledger.issued)) == [0, 1]
     await asyncio.gather(first, later)
+    books.close()
+
+
+async def test_a_process_that_was_replaced_cannot_commit(tmp_path: Path) -> None:
+    store = MemoryStore()
+    books = make_books(tmp_path, store)
+    await books.flush()
+    store.fenced = True
+    with pytest.raises(FencedError):
+        await books.flush()
     books.close()

@@ -1,0 +1,98 @@
+"""Connections to the database, and its schema brought up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+
+from nightshift.wire.errors import BadInputError
+from orchestrator.store.schema import metadata
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+#: Revision of the tables in ``schema.py``; a test holds the two together.
+HEAD = "0002"
+#: Any number: the lock under which one process migrates a PostgreSQL database.
+_LOCK = 0x6E6967687473
+
+
+def connect(url: str) -> Engine:
+    """An engine for a SQLAlchemy database URL, with the schema brought up to date.
+
+    Transactions that are begun with ``engine.execution_options(write=True)`` take SQLite's write lock at once, so that
+    two of them wait for each other instead of one failing.
+
+    Raises:
+        BadInputError: the URL is none, or names a driver that is not installed.
+        OperationalError: the database does not answer.
+    """
+    try:
+        engine = create_engine(url, pool_pre_ping=True)
+    except Exception as error:  # SQLAlchemy: ArgumentError, NoSuchModuleError; drivers: ImportError
+        raise BadInputError(
+            f"NIGHTSHIFT_DATABASE_URL cannot be used: {str(error).splitlines()[0]}",
+            role="orchestrator",
+            fix="For example sqlite:////var/lib/nightshift/state.db or postgresql+psycopg://user@host/database",
+        ) from error
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _durable_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    migrate(engine)
+    return engine
+
+
+def migrate(engine: Engine) -> None:
+    """Makes the tables, or takes those of an older release to this one's."""
+    with engine.execution_options(write=True).begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+        tables = set(inspect(connection).get_table_names())
+        found = _revision(connection) if "alembic_version" in tables else None
+        if found == HEAD:
+            return
+        if found is None and "groups" not in tables:
+            metadata.create_all(connection)
+            _stamp(connection, HEAD)
+            return
+        if found is None:  # a ledger that was made before there were migrations
+            _stamp(connection, "0001")
+        _upgrade(connection)
+
+
+def _upgrade(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    command.upgrade(config, "head")
+
+
+def _revision(connection: Connection) -> str | None:
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def _stamp(connection: Connection, revision: str) -> None:
+    connection.execute(
+        text(
+            "CREATE TABLE IF NOT EXISTS alembic_version "
+            "(version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+        )
+    )
+    connection.execute(text("DELETE FROM alembic_version"))
+    connection.execute(text("INSERT INTO alembic_version (version_num) VALUES (:revision)"), {"revision": revision})
+
+
+def _durable_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions begin where we say, not where the driver guesses
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout=10000")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    immediate = connection.get_execution_options().get("write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
