@@ -189,7 +189,7 @@ class JobStore:
             raise UnknownJobError(f"there is no job {job_id!r}", role="job")
         return _record(row)
 
-    def list(
+    def find(
         self,
         *,
         project: str | None = None,

@@ -226,10 +226,10 @@ def test_pages_and_filters(store: JobStore) -> None:
     for name in "abcde":
         store.create(new(name, project="p" if name < "d" else "q"))
     store.change("b", lambda status: ask(status, Call.CANCEL))
-    page = store.list(limit=2)
+    page = store.find(limit=2)
     assert [job.id for job in page] == ["e", "d"]
-    assert [job.id for job in store.list(limit=2, before=page[-1].number)] == ["c", "b"]
-    assert [job.id for job in store.list(project="p", states=[JobState.QUEUED])] == ["c", "a"]
+    assert [job.id for job in store.find(limit=2, before=page[-1].number)] == ["c", "b"]
+    assert [job.id for job in store.find(project="p", states=[JobState.QUEUED])] == ["c", "a"]
     assert store.counts() == {"queued": 4, "cancelled": 1}
 
 
