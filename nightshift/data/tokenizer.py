@@ -155,7 +155,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
-        return self._backend.decode([int(item) for item in ids], skip_special_tokens=skip_special_tokens)
+        plain = ids.tolist() if isinstance(ids, np.ndarray) else [int(item) for item in ids]
+        return self._backend.decode(plain, skip_special_tokens=skip_special_tokens)
 
     def _encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         result = []

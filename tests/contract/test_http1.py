@@ -183,3 +183,45 @@ async def test_the_caller_hears_when_a_request_has_left() -> None:
     assert await asyncio.wait_for(task, 5) == b"hello"
     await client.close()
     listener.close()
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    endless = b"HTTP/1.1 200 OK\r\n\r\nhello"
+    async with serving(lambda number, request: [endless, None]) as (server, client):
+        assert [await ask(client) for _ in range(2)] == [(200, b"hello")] * 2
+        assert server.connections == 2
+
+
+async def test_a_long_answer_waits_for_its_reader() -> None:
+    size = 16 << 20
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\n\r\n".encode()
+    left: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        for at in range(16):
+            writer.write(bytes([at]) * (1 << 20))
+            await writer.drain()
+            left.append(at)
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    client = Http1Client(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", {})
+    async with client.post("/r", b"", {}) as response:
+        await asyncio.sleep(0.2)
+        assert len(left) < 16, "nobody read, and everything was taken in"
+        body = await response.read()
+    assert len(body) == size
+    assert body[-1] == 15
+    await client.close()
+    listener.close()
+
+
+async def test_a_header_with_a_line_break_is_refused() -> None:
+    client = Http1Client("http://127.0.0.1:1", {})
+    with pytest.raises(ValueError, match="line break"):
+        async with client.post("/r", b"", {"X": "1\r\nY: 2"}):
+            pass
+    with pytest.raises(ValueError, match="line break"):
+        Http1Client("http://127.0.0.1:1", {"X": "1\n"})

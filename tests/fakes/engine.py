@@ -74,6 +74,8 @@ class FakeEngine:
         self.faults = Faults()
         self.route_faults = Faults()
         self.requests: list[Request] = []
+        self.keep = True  # whether requests are written down
+        self.received = 0
         self.stale_cache_hits = 0
         self.starts = 0
         self.port = 0
@@ -176,7 +178,7 @@ class FakeEngine:
                 break
         query = scope["query_string"].decode()
         request = Request(
-            order=len(self.requests),
+            order=self.received,
             time=time.time(),
             method=scope["method"],
             path=scope["path"] + (f"?{query}" if query else ""),
@@ -185,7 +187,9 @@ class FakeEngine:
             version=self.version,
             paused=not self._go.is_set(),
         )
-        self.requests.append(request)
+        self.received += 1
+        if self.keep:
+            self.requests.append(request)
         if request.is_sample:
             fault = self.faults.take(request.request_id, request)
         else:
@@ -342,11 +346,19 @@ class FakeEngine:
         else:
             self._open.clear()
             if mode == "abort":
-                self._aborting |= self._running
+                self._abort()
             async with self._idle:
                 await self._idle.wait_for(lambda: not self._running)
             self._go.clear()
-        if options.get("clear_cache", "true") == "true":
+        self._stopped(options.get("clear_cache", "true") == "true")
+
+    def _abort(self) -> None:
+        """Gives up what runs."""
+        self._aborting |= self._running
+
+    def _stopped(self, clear_cache: bool) -> None:
+        """Decoding stands still."""
+        if clear_cache:
             self._prefixes.clear()
         self._flush()
 

@@ -80,9 +80,11 @@ class FakeRun:
         self.run_dir.mkdir(parents=True)
         store = folder / "store"
         store.mkdir()
-        self.engines = [FakeEngine(store, f"rollout-{at}", token_s=token_s, route=route) for at in range(servers)]
-        self.scorers = FakeScorers()
-        self.trainer = FakeTrainer(store)
+        self.engines: list[FakeEngine] = [
+            self._engine(store, f"rollout-{at}", token_s=token_s, route=route) for at in range(servers)
+        ]
+        self.scorers = self._scorers()
+        self.trainer = self._trainer(store)
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in DEFAULTS.items()}
         for section, value in settings.items():
             values[section] = values.get(section, {}) | value if isinstance(value, dict) else value
@@ -92,6 +94,15 @@ class FakeRun:
             values["data"]["test_files"] = [str(write_parquet(folder / "test.parquet", rows(test_prompts)))]
         self.spec = JobSpec.model_validate(values)
         write_resolved(self.spec, self.run_dir / "job.yaml")
+
+    def _engine(self, store: Path, name: str, *, token_s: float, route: bool) -> FakeEngine:
+        return FakeEngine(store, name, token_s=token_s, route=route)
+
+    def _scorers(self) -> FakeScorers:
+        return FakeScorers()
+
+    def _trainer(self, store: Path) -> FakeTrainer:
+        return FakeTrainer(store)
 
     async def __aenter__(self) -> Self:
         for engine in self.engines:

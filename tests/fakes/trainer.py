@@ -129,6 +129,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         began = time.time()
         samples, loss = unpack_samples(request.samples), unpack_loss(request.loss)
+        await self._work(samples)
         answer = self._apply(request, samples, loss)
         answer.seconds = time.time() - began
         self._last = (key, answer)
@@ -178,6 +179,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._folder(Path(request.state_dir), {"manifest.json": json.dumps(manifest)})
         self.saves.append(request.state_dir)
         return trainer_pb2.SaveResponse(seconds=0.001, bytes=self.weights.nbytes)
+
+    async def _work(self, samples: list[Sample]) -> None:
+        """Takes the time that these samples need: none."""
 
     async def _fault(self, method: str, context: Any) -> str:
         fault = self.faults.take(method)
