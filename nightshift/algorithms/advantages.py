@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nightshift.algorithms.batch import AdvantageBatch, Doubles, has_spread
-from nightshift.algorithms.kl import kl_terms
+from nightshift.algorithms.batch import AdvantageBatch, Doubles, Valued, has_spread
+from nightshift.algorithms.gae import gae
+from nightshift.algorithms.kl import kl_kind, kl_terms
 from nightshift.algorithms.metrics import mean_of_valid
 from nightshift.algorithms.registry import REGISTRY, Estimator, find_estimator
 from nightshift.algorithms.whiten import whiten_batch
@@ -65,8 +67,11 @@ def compute_advantages(
     *,
     values: Sequence[NDArray[np.floating]] | None = None,
     bootstraps: ArrayLike | None = None,
+    target_logprobs: Sequence[NDArray[np.floating]] | None = None,
 ) -> AdvantageReport:
     """Sets ``advantages`` of each sample: [T] float32, 0 where the token is masked or the sample unscored.
+
+    With a critic's values it also sets ``returns``, what the critic is trained towards.
 
     Samples are grouped by ``group_id``, wherever they stand in the batch; their order stays. Computed in float64.
 
@@ -76,6 +81,7 @@ def compute_advantages(
         values: N arrays [T_i] from a critic, for estimators that need them.
         bootstraps: [N] value after the last token. Used for truncated samples (by their finish reason) where
             ``algorithm.bootstrap_truncated`` is set; all others ended, and nothing follows.
+        target_logprobs: N arrays [T_i], log-probs under the policy that is trained, for V-trace.
 
     Raises:
         BadInputError: unknown estimator, or one without the values it needs.
@@ -84,12 +90,19 @@ def compute_advantages(
     """
     estimator = REGISTRY.get(config.estimator) or _custom(config.estimator)
     batch, report = _make_batch(samples, config, values, bootstraps)
-    results = _run(estimator, batch, config)
+    if target_logprobs is not None:
+        targets = [np.asarray(array, np.float32) for array in target_logprobs]
+        _check_shapes(samples, targets, "target log-probs", "trainer")
+        batch = replace(batch, target_logprobs=targets)
+    results, returns = _run(estimator, batch, config)
     if config.whiten_advantages:
         places = [mask if on else np.zeros_like(mask) for mask, on in zip(batch.masks, batch.scored, strict=True)]
         results = list(whiten_batch(results, places))
     for sample, result, scored in zip(samples, results, batch.scored, strict=True):
         sample.advantages = result.astype(np.float32) if scored else np.zeros(len(sample.response_ids), np.float32)
+    if batch.values is not None:
+        for sample, wanted, scored in zip(samples, returns or _plain_returns(batch, config), batch.scored, strict=True):
+            sample.returns = wanted.astype(np.float32) if scored else np.zeros(len(sample.response_ids), np.float32)
     return report
 
 
@@ -129,8 +142,9 @@ def _make_batch(
         token_rewards=token_rewards,
         logprobs=[sample.logprobs for sample in samples],
         ref_logprobs=[s.ref_logprobs for s in samples if s.ref_logprobs is not None] if with_reference else None,
-        values=_check_values(samples, values),
+        values=None if values is None else _check_shapes(samples, values, "values", "critic"),
         bootstraps=_bootstraps(samples, config, values, bootstraps),
+        teacher_logprobs=_teacher(samples),
     )
     groups = [rewards[members] for members in batch.groups()]
     single = sum(int((~np.isnan(group)).sum()) < 2 for group in groups)
@@ -166,7 +180,8 @@ def _token_rewards(
                         f"sample {sample.sample_id} has no reference log-probs, which algorithm.kl_in 'reward' needs",
                         role="reference",
                     )
-                terms, cut = kl_terms(sample.logprobs, sample.ref_logprobs, sample.loss_mask, config.kl_estimator)
+                kind = kl_kind(config.kl_estimator)
+                terms, cut = kl_terms(sample.logprobs, sample.ref_logprobs, sample.loss_mask, kind)
                 tokens -= config.kl_coef * terms
                 penalties.append(terms[sampled].astype(np.float64))
                 clamped += cut
@@ -175,19 +190,35 @@ def _token_rewards(
     return result, penalties, clamped
 
 
-def _check_values(
-    samples: Sequence[Sample], values: Sequence[NDArray[np.floating]] | None
-) -> Sequence[NDArray[np.floating]] | None:
-    if values is not None:
-        if len(values) != len(samples):
-            raise RoleError(f"{len(values)} value arrays for {len(samples)} samples", role="critic")
-        for sample, value in zip(samples, values, strict=True):
-            if value.shape != sample.loss_mask.shape:
-                raise RoleError(
-                    f"values of sample {sample.sample_id} have shape {value.shape}, expected {sample.loss_mask.shape}",
-                    role="critic",
-                )
-    return values
+def _teacher(samples: Sequence[Sample]) -> list[NDArray[np.float32]] | None:
+    found = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
+    return found if samples and len(found) == len(samples) else None
+
+
+def _check_shapes(
+    samples: Sequence[Sample], arrays: Sequence[NDArray[np.floating]], what: str, role: str
+) -> Sequence[NDArray[np.floating]]:
+    if len(arrays) != len(samples):
+        raise RoleError(f"{what} of {len(arrays)} samples came for {len(samples)} samples", role=role)
+    for sample, array in zip(samples, arrays, strict=True):
+        if array.shape != sample.loss_mask.shape:
+            raise RoleError(
+                f"{what} of sample {sample.sample_id} have shape {array.shape}, expected {sample.loss_mask.shape}",
+                role=role,
+            )
+    return arrays
+
+
+def _plain_returns(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """Lambda-returns, as the critic's targets under an estimator that names none."""
+    return gae(
+        batch.token_rewards,
+        batch.values or [],
+        batch.masks,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        bootstraps=batch.bootstraps,
+    )[1]
 
 
 def _bootstraps(
@@ -204,8 +235,10 @@ def _bootstraps(
     return np.where(truncated, np.asarray(bootstraps, np.float64), 0.0)
 
 
-def _run(estimator: Estimator, batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
-    """The estimator's result as N float64 arrays [T_i], 0 where masked."""
+def _run(
+    estimator: Estimator, batch: AdvantageBatch, config: AlgorithmConfig
+) -> tuple[list[Doubles], list[Doubles] | None]:
+    """Advantages as N float64 arrays [T_i], 0 where masked; and the values' targets, where the estimator names any."""
     name = f"algorithm.estimator {config.estimator!r}"
     try:
         result = estimator.function(batch, config)
@@ -216,6 +249,12 @@ def _run(estimator: Estimator, batch: AdvantageBatch, config: AlgorithmConfig) -
     if result is None or not hasattr(result, "__len__") or len(result) != len(batch):
         found = f"{len(result)} values" if hasattr(result, "__len__") else type(result).__name__
         raise NightshiftError(f"{name} returned {found} for {len(batch)} samples", role="job")
+    if isinstance(result, Valued):
+        return _arrays(result.advantages, batch, name), _arrays(result.targets, batch, name)
+    return _arrays(result, batch, name), None
+
+
+def _arrays(result: Any, batch: AdvantageBatch, name: str) -> list[Doubles]:
     arrays = []
     for index, (mask, scored) in enumerate(zip(batch.masks, batch.scored, strict=True)):
         try:

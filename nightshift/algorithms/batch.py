@@ -28,6 +28,9 @@ class AdvantageBatch:
         ref_logprobs: N float32 arrays [T_i] under the reference, or None where there is none.
         values: N arrays [T_i] from the critic, or None where there is none.
         bootstraps: [N] value after the last token; 0 where the sequence ended.
+        target_logprobs: N float32 arrays [T_i] under the policy that is trained, as it is before the step; None: the
+            policy that sampled is taken for it.
+        teacher_logprobs: N float32 arrays [T_i] under the teacher, or None where there is none.
     """
 
     rewards: Doubles
@@ -38,6 +41,8 @@ class AdvantageBatch:
     ref_logprobs: Sequence[NDArray[np.float32]] | None = None
     values: Sequence[NDArray[np.floating]] | None = None
     bootstraps: Doubles | None = None
+    target_logprobs: Sequence[NDArray[np.float32]] | None = None
+    teacher_logprobs: Sequence[NDArray[np.float32]] | None = None
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -57,6 +62,22 @@ class AdvantageBatch:
         """[N] sum of a sample's token rewards: its score less its KL penalty; NaN where unscored."""
         sums = np.array([part.sum() for part in self.token_rewards], np.float64)
         return np.where(self.scored, sums, np.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Valued:
+    """What an estimator with a critic returns: advantages, and the values that the critic is trained towards.
+
+    Attributes:
+        advantages: N arrays [T_i].
+        targets: N arrays [T_i].
+    """
+
+    advantages: Sequence[Doubles]
+    targets: Sequence[Doubles]
+
+    def __len__(self) -> int:
+        return len(self.advantages)
 
 
 def has_spread(rewards: Doubles) -> bool:

@@ -6,13 +6,15 @@ Masked tokens and unscored samples are set to 0 afterwards, whatever it returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nightshift.algorithms.batch import AdvantageBatch, Doubles, has_spread
+from nightshift.algorithms.batch import AdvantageBatch, Doubles, Valued, has_spread
 from nightshift.algorithms.gae import gae
 from nightshift.algorithms.ragged import Layout, suffix_sums
+from nightshift.algorithms.vtrace import vtrace
 from nightshift.algorithms.whiten import whiten_batch
 from nightshift.config.algorithm import AlgorithmConfig
 from nightshift.wire.errors import BadInputError
@@ -93,26 +95,73 @@ def reinforce_plus_plus_baseline(batch: AdvantageBatch, config: AlgorithmConfig)
     return _whitened_returns(batch, shifted, config.gamma)
 
 
-def gae_estimator(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
-    """GAE from a critic's values.
+def gae_estimator(batch: AdvantageBatch, config: AlgorithmConfig) -> Valued:
+    """GAE from a critic's values (Schulman et al. 2016); the targets are the lambda-returns A + V.
 
     Raises:
         BadInputError: the batch has no values.
     """
-    if batch.values is None:
-        raise BadInputError(
-            "algorithm.estimator 'gae' needs the values of a critic, and the job has none",
-            role="job",
-            fix="Give scorers.critic, or choose an estimator without a critic (grpo, rloo, reinforce_plus_plus)",
-        )
-    return gae(
+    advantages, returns = gae(
         batch.token_rewards,
-        batch.values,
+        _values(batch, "gae"),
         batch.masks,
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
         bootstraps=batch.bootstraps,
-    )[0]
+    )
+    return Valued(advantages, returns)
+
+
+def vtrace_estimator(batch: AdvantageBatch, config: AlgorithmConfig) -> Valued:
+    """V-trace from a critic's values (Espeholt et al. 2018, eq. 1): its targets, and advantages that carry rho.
+
+    Raises:
+        BadInputError: the batch has no values.
+    """
+    targets, advantages = vtrace(
+        batch.logprobs if batch.target_logprobs is None else batch.target_logprobs,
+        batch.logprobs,
+        batch.token_rewards,
+        _values(batch, "vtrace"),
+        batch.masks,
+        gamma=config.gamma,
+        trace_lambda=config.gae_lambda,
+        rho_max=config.rho_max,
+        c_max=config.c_max,
+        bootstraps=batch.bootstraps,
+    )
+    return Valued(advantages, targets)
+
+
+def distillation(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
+    """On-policy distillation: the advantage of a token is log teacher - log policy, whose mean is minus the reverse KL.
+
+    The gradient of the reverse KL at a state is that of a policy gradient with this reward of the token alone (Gu et
+    al. 2024, "MiniLLM", eq. 4 without the return of later tokens; Lu 2025, "On-policy distillation").
+
+    Raises:
+        BadInputError: the batch has no log-probs of a teacher.
+    """
+    if batch.teacher_logprobs is None:
+        raise BadInputError(
+            "algorithm.estimator 'distillation' needs the log-probs of a teacher, and the job has none",
+            role="job",
+            fix="Give scorers.teacher",
+        )
+    return [
+        np.where(mask > 0, teacher.astype(np.float64) - policy, 0.0)
+        for teacher, policy, mask in zip(batch.teacher_logprobs, batch.logprobs, batch.masks, strict=True)
+    ]
+
+
+def _values(batch: AdvantageBatch, name: str) -> Sequence[NDArray[np.floating]]:
+    if batch.values is None:
+        raise BadInputError(
+            f"algorithm.estimator {name!r} needs the values of a critic, and the job has none",
+            role="job",
+            fix="Give scorers.critic, or choose an estimator without a critic (grpo, rloo, reinforce_plus_plus)",
+        )
+    return batch.values
 
 
 def _whitened_returns(batch: AdvantageBatch, token_rewards: list[Doubles], gamma: float) -> list[Doubles]:

@@ -7,7 +7,7 @@ k3 = e^(-r) - 1 + r (unbiased, never negative).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,15 @@ Kind = Literal["k1", "k2", "k3"]
 
 #: k3 takes no log-ratio below this: e^20 is about 5e8, while float32 overflows at e^88.
 K3_LOG_RATIO_FLOOR = -20.0
+
+
+def kl_kind(name: str) -> Kind:
+    """The estimator whose value a name of the job file stands for: ``k3_st`` has the value of k3."""
+    for kind in get_args(Kind):
+        if name.removesuffix("_st") == kind:
+            found: Kind = kind
+            return found
+    raise ValueError(f"unknown KL estimator {name!r}, expected k1, k2, k3, k1_st or k3_st")
 
 
 def kl_terms(

@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightshift.algorithms import estimators
-from nightshift.algorithms.batch import AdvantageBatch
+from nightshift.algorithms.batch import AdvantageBatch, Valued
 from nightshift.algorithms.custom import check_custom, is_custom, load_custom
 from nightshift.config.algorithm import AlgorithmConfig
 from nightshift.wire.errors import BadInputError
 
 
 class EstimatorFunction(Protocol):
-    """An estimator: [N] numbers, one per sample, or N arrays [T_i]."""
+    """An estimator: [N] numbers, one per sample, or N arrays [T_i]; with a critic these and the values' targets."""
 
     def __call__(
         self, batch: AdvantageBatch, config: AlgorithmConfig, /
-    ) -> NDArray[np.floating] | Sequence[NDArray[np.floating]]: ...
+    ) -> NDArray[np.floating] | Sequence[NDArray[np.floating]] | Valued: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,16 @@ class Estimator:
         compares_group: it compares the samples of one prompt, so that one sample per prompt teaches nothing.
         whole_batch: it needs the whole batch at once (a mean over all tokens); else whole groups are enough.
         needs_values: it needs a critic.
+        needs_target: it needs log-probs under the policy that is trained, beside those of the one that sampled.
+        needs_teacher: it needs a teacher.
     """
 
     function: EstimatorFunction
     compares_group: bool = False
     whole_batch: bool = False
     needs_values: bool = False
+    needs_target: bool = False
+    needs_teacher: bool = False
 
 
 REGISTRY: dict[str, Estimator] = {
@@ -51,19 +55,28 @@ REGISTRY: dict[str, Estimator] = {
         estimators.reinforce_plus_plus_baseline, compares_group=True, whole_batch=True
     ),
     "gae": Estimator(estimators.gae_estimator, needs_values=True),
+    "vtrace": Estimator(estimators.vtrace_estimator, needs_values=True, needs_target=True),
+    "distillation": Estimator(estimators.distillation, needs_teacher=True),
 }
 
 
-def check_estimator(name: str, *, has_critic: bool = True) -> None:
+def check_estimator(name: str, *, has_critic: bool = True, has_teacher: bool = True) -> None:
     """Checks the name of an estimator; runs no code of the user's.
 
     Args:
         has_critic: whether the job has one; False also refuses the estimators that need its values.
+        has_teacher: the same of a teacher.
 
     Raises:
-        BadInputError: neither registered nor a function that takes (batch, config), or it lacks its critic.
+        BadInputError: neither registered nor a function that takes (batch, config), or it lacks its critic or teacher.
     """
     if name in REGISTRY:
+        if REGISTRY[name].needs_teacher and not has_teacher:
+            raise BadInputError(
+                f"algorithm.estimator {name!r} needs the log-probs of a teacher, and the job has none",
+                role="job",
+                fix="Give scorers.teacher",
+            )
         if REGISTRY[name].needs_values and not has_critic:
             raise BadInputError(
                 f"algorithm.estimator {name!r} needs the values of a critic, and the job has none",

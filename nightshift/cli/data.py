@@ -58,7 +58,11 @@ def check_data(spec: JobSpec) -> DataCheck:
             longer than the model's context; or a reward reads what the rows do not have.
     """
     tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
-    check_estimator(spec.algorithm.estimator, has_critic=spec.scorers.critic is not None)
+    check_estimator(
+        spec.algorithm.estimator,
+        has_critic=spec.scorers.critic is not None,
+        has_teacher=spec.scorers.teacher is not None,
+    )
     rollout = spec.rollout
     check_context(tokenizer, spec.data.max_prompt_length, rollout.max_response_length, rollout.max_model_len)
     needed = reward_reads(spec)

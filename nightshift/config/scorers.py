@@ -1,6 +1,8 @@
-"""Section ``scorers``: reference and critic deployments, and how scorers are called."""
+"""Section ``scorers``: reference, teacher and critic, and how scorers are called."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,13 +25,65 @@ class ReferenceConfig(Section):
     """CPU threads of the reference."""
 
 
+class TeacherConfig(Section):
+    """The frozen model that a distillation learns from."""
+
+    model: str
+    """HF id, folder, or ``grpc://host:port``; it must have the policy's vocabulary."""
+
+    dtype: DType = "float32"
+    """Precision of the teacher."""
+    micro_batch_size: int = Field(default=8, ge=1)
+    """Sequences per forward pass."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the teacher."""
+
+
+class CriticConfig(Section):
+    """The value model: trained by DeepSpeed ranks of its own, and served to the run by Ray Serve."""
+
+    model: str | None = None
+    """HF id or folder; null: the policy as it was before training. A value head that the folder lacks begins at 0."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Learning rate of the critic's AdamW, after the warm-up; its schedule is that of the trainer."""
+
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Largest change of a value by an update before its loss stops falling (PPO's clipped value loss); null: none."""
+
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    """How the value losses of tokens become one number over the whole batch."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which the critic is trained alone, and the policy stays as it is."""
+
+    dtype: DType = "float32"
+    """Precision of the parameters, in training and in the deployment."""
+    micro_batch_size: int = Field(default=4, ge=1)
+    """Sequences per pass, in training and in the deployment."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO shards over the critic's ranks."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes that train the critic."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads per rank and of the deployment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+
 class ScorersConfig(Section):
     """Ray Serve deployments that score samples."""
 
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL term."""
-    critic: None = None
-    """Value model; comes with PPO. Null: none."""
+    critic: CriticConfig | None = None
+    """Value model of PPO (estimators gae and vtrace); null: none. ``critic: {}`` takes all defaults."""
+
+    teacher: TeacherConfig | None = None
+    """Frozen model of the estimator distillation; null: none."""
 
     batch_samples: int = Field(default=32, ge=1)
     """Most samples in one call to a scorer."""

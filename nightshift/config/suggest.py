@@ -119,7 +119,7 @@ def suggest(path: Path) -> str:
     if key in _ALIASES:
         return f"here it is {_ALIASES[key]!r}"
     if near := difflib.get_close_matches(key, list(sections), n=1, cutoff=0.75):
-        place = sections[near[0]][0]
+        place = min(sections[near[0]], key=lambda found: found.count("."))
         return f"did you mean {(f'{place}.{near[0]}' if place else near[0])!r}?"
     where = f"section {dotted(section)!r}" if section else "a job file"
     return f"{where} has the keys {', '.join(own)}"

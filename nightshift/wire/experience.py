@@ -50,9 +50,14 @@ class Sample:
     reward_error: str = ""  # "" or the error type of nightshift.wire.scoring.RewardResult
     ref_logprobs: Floats | None = None  # [T] float32
     advantages: Floats | None = None  # [T] float32, 0 where masked
+    values: Floats | None = None  # [T] float32, the critic's V of the state before each token
+    bootstrap_value: float = 0.0  # V after the last token; 0 where nothing follows
+    returns: Floats | None = None  # [T] float32, what the critic is trained towards, 0 where masked
+    teacher_logprobs: Floats | None = None  # [T] float32, of the teacher of a distillation
     response_text: str = ""
     reward_seconds: float = 0.0
     ref_seconds: float = 0.0
+    value_seconds: float = 0.0
     generate_seconds: float = 0.0
 
     @property
@@ -119,8 +124,11 @@ _ARRAYS = {
     "loss_mask": "uib",
     "ref_logprobs": "f",
     "advantages": "f",
+    "values": "f",
+    "returns": "f",
+    "teacher_logprobs": "f",
 }
-_OPTIONAL_ARRAYS = ("ref_logprobs", "advantages")
+_OPTIONAL_ARRAYS = ("ref_logprobs", "advantages", "values", "returns", "teacher_logprobs")
 
 
 def _describe(value: Any) -> str:

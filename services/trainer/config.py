@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from nightshift.config import JobSpec
@@ -41,6 +41,7 @@ class RankConfig:
     deterministic: bool = True  # algorithms that give the same bits each time, where torch has them
     compile: bool = False  # fuse the layers' small operations (torch.compile, layer by layer)
     gpus: tuple[int, ...] = ()  # CUDA devices of the ranks, by rank; empty: what Ray gives
+    role: str = "trainer"  # "trainer" (the policy) or "critic"
     rollout_gpu: int | None = None  # CUDA device of the server, to which "ipc" publishes; None: rank 0's
 
     def __post_init__(self) -> None:
@@ -53,6 +54,35 @@ class RankConfig:
             )
         if self.autocast and self.dtype != "float32":
             raise BadInputError("trainer.autocast needs trainer.dtype float32", role="trainer")
+
+    @classmethod
+    def for_critic(cls, spec: JobSpec, device: str, gpus: Placement | None = None) -> Self:
+        """The settings of a rank that trains the critic; its weights are published as files.
+
+        Raises:
+            BadInputError: the job has no critic.
+        """
+        critic = spec.scorers.critic
+        if critic is None:
+            raise BadInputError("the job has no critic", role="critic", fix="Give scorers.critic")
+        own = cls.from_spec(spec, device, gpus)
+        return replace(
+            own,
+            role="critic",
+            model_path=critic.model or spec.model.path,
+            dtype=critic.dtype,
+            autocast=own.autocast and critic.dtype == "float32",
+            zero_stage=critic.zero_stage,
+            micro_batch_size=critic.micro_batch_size,
+            weight_decay=critic.weight_decay,
+            max_grad_norm=critic.max_grad_norm,
+            threads=critic.threads,
+            rollout_dtype=critic.dtype,
+            weight_backend="safetensors",
+            compile=False,
+            gpus=own.gpus[: critic.ranks],
+            rollout_gpu=None,
+        )
 
     @classmethod
     def from_spec(cls, spec: JobSpec, device: str, gpus: Placement | None = None) -> Self:

@@ -8,11 +8,12 @@ a batch gets one step, ``prox`` is the current policy without its gradient unles
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import check_loss_spec
 
@@ -56,6 +57,7 @@ class LossOutputs:
 
     losses: Tensor  # [T], with gradient
     clipped: Tensor  # [T] bool, true where the clip took effect
+    sums: dict[str, Tensor] = field(default_factory=dict)  # further sums over the samples, scalars without gradient
 
 
 PolicyLoss = Callable[[LossInputs, LossSpec], LossOutputs]
@@ -69,6 +71,8 @@ def policy_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
         BadInputError: unknown loss or option.
     """
     check_loss_spec(spec)
+    if spec.policy_loss not in POLICY_LOSSES:
+        raise BadInputError(f"{spec.policy_loss!r} is no policy loss", role="trainer", fix="Send it to its own rank")
     outputs = POLICY_LOSSES[spec.policy_loss](inputs, spec)
     weight = importance_weight(inputs, spec)
     return outputs if weight is None else LossOutputs(outputs.losses * weight, outputs.clipped)
@@ -116,9 +120,16 @@ def ppo_clip_proximal(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
 
 @_register
 def decoupled_ppo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
-    """(prox/mu) times PPO's surrogate against prox (Hilton et al. 2022, eq. 2; AReaL, Fu et al. 2025)."""
+    """(prox/mu) times PPO's surrogate against prox (Hilton et al. 2022, eq. 2; AReaL, Fu et al. 2025).
+
+    With ``behaviour_cap``, tokens whose prox/mu is above it are left out.
+    """
     outputs = _clip(_ratio(inputs.logprobs, inputs.prox), inputs.advantages, spec)
-    return LossOutputs(_ratio(inputs.prox, inputs.behaviour) * outputs.losses, outputs.clipped)
+    weight = _ratio(inputs.prox, inputs.behaviour)
+    cap = spec.options.get("behaviour_cap")
+    if cap:
+        weight = torch.where(weight > cap, torch.zeros_like(weight), weight)
+    return LossOutputs(weight * outputs.losses, outputs.clipped)
 
 
 @_register
@@ -145,20 +156,29 @@ def cispo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
 def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
     """Weights prox/mu that correct for a sampler that differs from the trainer (truncated importance sampling).
 
-    ``spec.options``: ``importance_cap`` truncates each token's weight; ``sequence_importance_cap`` truncates one weight
-    per sequence, the product over its trained tokens, or sets it to 0 above the cap with ``sequence_importance_mask``.
+    ``spec.options``: ``importance_cap`` truncates each token's weight, or with ``importance_mask`` sets it to 0 above
+    the cap; below ``importance_floor`` it is 0 (with both bounds and the mask: IcePop, Ling team 2025).
+    ``sequence_importance_cap`` truncates one weight per sequence, the product over its trained tokens, or sets it to 0
+    above the cap with ``sequence_importance_mask``.
 
     Returns:
         A weight per token or one for all, without gradient; None where no option asks for one.
     """
     token_cap = spec.options.get("importance_cap")
+    token_floor = spec.options.get("importance_floor")
     sequence_cap = spec.options.get("sequence_importance_cap")
-    if not token_cap and not sequence_cap:
+    if not token_cap and not token_floor and not sequence_cap:
         return None
     log_weight = (inputs.prox - inputs.behaviour).detach()
     weight = torch.ones_like(log_weight)
-    if token_cap:
-        weight = log_weight.clamp(max=LOG_RATIO_BOUND).exp().clamp(max=token_cap)
+    if token_cap or token_floor:
+        weight = log_weight.clamp(max=LOG_RATIO_BOUND).exp()
+        if token_floor:
+            weight = torch.where(weight < token_floor, torch.zeros_like(weight), weight)
+        if token_cap and spec.options.get("importance_mask"):
+            weight = torch.where(weight > token_cap, torch.zeros_like(weight), weight)
+        elif token_cap:
+            weight = weight.clamp(max=token_cap)
     if sequence_cap:
         total = inputs.sequence_sum(log_weight)
         sequence = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -172,16 +192,23 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tenso
     """Per-token estimates of KL(pi || reference), to be differentiated (Schulman, "Approximating KL divergence", 2020).
 
     With r = log pi - log ref: k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r. k3 is taken at r clamped to
-    +-LOG_RATIO_BOUND, where its value and its (zero) gradient are finite in float32.
+    +-LOG_RATIO_BOUND, where its value and its (zero) gradient are finite in float32. ``k1_st`` and ``k3_st`` have the
+    value of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL: that of k1 is 0, that of k3
+    belongs to the KL the other way round (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for
+    RL", 2025).
 
     Args:
         logprobs: [T] float32 with gradient.
         reference: [T] float32.
-        estimator: "k1", "k2" or "k3".
+        estimator: "k1", "k2", "k3", "k1_st" or "k3_st".
 
     Returns:
         The terms [T], and [T] bool, true where the clamp took effect.
     """
+    if estimator.endswith("_st"):
+        value, clamped = kl_terms(logprobs.detach(), reference, estimator.removesuffix("_st"))
+        slope = kl_terms(logprobs, reference, "k2")[0]
+        return value + slope - slope.detach(), clamped
     r = logprobs - reference
     if estimator == "k1":
         return r, torch.zeros_like(r, dtype=torch.bool)

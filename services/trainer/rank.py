@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nightshift.config.algorithm import PREFERENCE_LOSSES
 from nightshift.wire.experience import LossSpec, Sample
 from nightshift.wire.scoring import SequenceInput, SequenceResult
 from services.trainer.aggregate import divisor, token_weights, weighted_sum
@@ -23,12 +24,13 @@ from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
 from services.trainer.policy import DTYPES, can_share, load_policy, to_device, upload
+from services.trainer.preference import SUMS, preference_loss, units
 from services.trainer.publish import gather, publish
 from services.trainer.shared_weights import SharedWeights
 from services.trainer.store import Publication
 from services.trainer.sums import PartSums, to_metrics
 
-_SUMS = ("loss", "policy", "kl", "entropy", "clipped", "kl_clamped", "abs_log_ratio")
+_SUMS = ("loss", "policy", "kl", "entropy", "clipped", "kl_clamped", "abs_log_ratio", *SUMS)
 
 
 class TrainerRank:
@@ -61,14 +63,18 @@ class TrainerRank:
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
         )
         init_process_group(rank, world, init_method, config.device)
-        self.policy = load_policy(config)
+        self._load()
         model_config = self.policy.model.config
         self.vocab_size = int(model_config.vocab_size)
         self.max_positions = int(getattr(model_config, "max_position_embeddings", 2**31))
         self.parameters = sum(p.numel() for p in self.policy.parameters())
-        self._share = config.share_prompts and can_share(self.policy)
         self.engine = Engine(self.policy, config, self.device)
         self._shared: SharedWeights | None = None
+
+    def _load(self) -> None:
+        """Reads the module that is trained, and finds out whether responses may share their prompt's row."""
+        self.policy: Any = load_policy(self.config)
+        self._share = self.config.share_prompts and can_share(self.policy)
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
         """Adds the gradient of a part of a batch.
@@ -82,13 +88,16 @@ class TrainerRank:
             Sums of this rank's share, undivided.
         """
         kept = trained(samples)
-        mine, turns = self._pieces([len(sample.prompt_ids) + len(sample.response_ids) for sample in kept])
-        parts = [self._micro_step([kept[index] for index in micro], spec, loss_divisor) for micro in mine]
+        parcels = units(kept, spec)
+        lengths = [sum(len(s.prompt_ids) + len(s.response_ids) for s in parcel) for parcel in parcels]
+        mine, turns = self._pieces(lengths)
+        micros = [[sample for index in micro for sample in parcels[index]] for micro in mine]
+        parts = [self._micro_step(micro, spec, loss_divisor) for micro in micros]
         for _ in range(turns - len(mine)):
             # Backward passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
             logprobs, _ = self._forward(pad([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
             self.engine.backward(logprobs.sum() * 0.0)
-        return self._total([kept[index] for micro in mine for index in micro], parts)
+        return self._total([sample for micro in micros for sample in micro], parts)
 
     def apply(self, step_divisor: float, learning_rate: float) -> dict[str, float]:
         """Divides the accumulated gradient, clips it, and makes one optimiser step.
@@ -254,7 +263,10 @@ class TrainerRank:
         if not spec.entropy_coef:
             entropy = entropy.detach()
         inputs = LossInputs(logprobs, behaviour, advantages, mask, None, sequence, len(samples))
-        outputs = policy_loss(inputs, spec)
+        if spec.policy_loss in PREFERENCE_LOSSES:
+            outputs = preference_loss(inputs, self._joined(sample.ref_logprobs for sample in samples), spec)
+        else:
+            outputs = policy_loss(inputs, spec)
         losses = outputs.losses
         kl = clamped = torch.zeros_like(entropy)
         if spec.kl_coef:
@@ -269,9 +281,18 @@ class TrainerRank:
             log_ratio = (logprobs - behaviour).masked_fill(~mask, 0.0)
             over_tokens = torch.stack([kl, entropy, outputs.clipped.float(), clamped.float(), log_ratio.abs()])
             sums = over_tokens.masked_fill(~mask, 0.0).double().sum(1)
-            heads = torch.stack([loss, weighted_sum(outputs.losses, mask, weights)]).double()
+            values = dict(zip(_SUMS[2:7], sums, strict=True)) | {
+                "loss": loss,
+                "policy": weighted_sum(outputs.losses, mask, weights),
+                **outputs.sums,
+            }
             peak = log_ratio.masked_fill(~mask, -torch.inf).max().double().exp()
-            return batch.input_ids.size, torch.cat([heads, sums, peak[None]])
+            return batch.input_ids.size, self._row(values, peak)
+
+    def _row(self, sums: dict[str, Tensor], peak: Tensor) -> Tensor:
+        """The sums of a micro-step as one vector, in the order of _SUMS, with the largest ratio after them."""
+        none = torch.zeros((), dtype=torch.float64, device=peak.device)
+        return torch.stack([*(sums.get(name, none).detach().double() for name in _SUMS), peak.double()])
 
     def _total(self, samples: Sequence[Sample], parts: Sequence[tuple[int, Tensor]]) -> PartSums:
         """The sums of all micro-batches; here the device is waited for, once."""

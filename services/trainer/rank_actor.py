@@ -92,9 +92,12 @@ class RankActor:
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         with self._translated():
-            from services.trainer.rank import TrainerRank
+            if self._config.role == "critic":
+                from services.trainer.critic import CriticRank as Rank
+            else:
+                from services.trainer.rank import TrainerRank as Rank
 
-            self._held = TrainerRank(self._config, self._number, self._world, init_method)
+            self._held = Rank(self._config, self._number, self._world, init_method)
         return self._rank.describe()
 
     def ping(self) -> int:

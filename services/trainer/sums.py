@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from nightshift.config.algorithm import PREFERENCE_LOSSES
 from nightshift.wire.experience import LossSpec
 from services.trainer.aggregate import divisor
+from services.trainer.checks import VALUE_LOSS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,9 @@ class PartSums:
     clipped: float = 0.0  # tokens whose policy loss was clipped
     kl_clamped: float = 0.0  # tokens whose log ratio to the reference was clamped
     abs_log_ratio: float = 0.0  # sum of |log pi - log mu|
+    chosen: float = 0.0  # implicit rewards of chosen responses, summed over preference pairs
+    rejected: float = 0.0  # the same of rejected ones
+    preferred: float = 0.0  # pairs whose chosen response has the higher one
     max_ratio: float = 0.0  # largest pi/mu; merged by maximum
 
     def __add__(self, other: PartSums) -> PartSums:
@@ -46,6 +51,16 @@ def to_metrics(sums: PartSums, spec: LossSpec, batch_divisor: float | None = Non
         return metrics
     if batch_divisor is None:
         batch_divisor = divisor(spec.aggregation, int(sums.tokens), int(sums.sequences), spec.constant_length)
+    if spec.policy_loss == VALUE_LOSS:
+        return metrics | {"loss/critic": sums.loss / batch_divisor, "critic/clip_fraction": sums.clipped / sums.tokens}
+    if spec.policy_loss in PREFERENCE_LOSSES:
+        pairs = sums.sequences / 2
+        metrics |= {
+            "preference/chosen_reward": sums.chosen / pairs,
+            "preference/rejected_reward": sums.rejected / pairs,
+            "preference/margin": (sums.chosen - sums.rejected) / pairs,
+            "preference/accuracy": sums.preferred / pairs,
+        }
     metrics |= {
         "loss/actor": sums.loss / batch_divisor,
         "loss/policy": sums.policy / batch_divisor,

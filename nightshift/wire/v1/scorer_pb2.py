@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from nightshift.wire.v1 import common_pb2 as nightshift_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnightshift/wire/v1/scorer.proto\x12\x12nightshift.wire.v1\x1a\x1fnightshift/wire/v1/common.proto\"]\n\x0cScoreRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0f\n\x07samples\x18\x02 \x01(\x0c\x12\x0e\n\x06linked\x18\x03 \x03(\t\"L\n\rScoreResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x03 \x01(\x04\"?\n\x0f\x44\x65scribeRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\"g\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x32\xb4\x01\n\rScorerService\x12L\n\x05Score\x12 .nightshift.wire.v1.ScoreRequest\x1a!.nightshift.wire.v1.ScoreResponse\x12U\n\x08\x44\x65scribe\x12#.nightshift.wire.v1.DescribeRequest\x1a$.nightshift.wire.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnightshift/wire/v1/scorer.proto\x12\x12nightshift.wire.v1\x1a\x1fnightshift/wire/v1/common.proto\"n\n\x0cScoreRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0f\n\x07samples\x18\x02 \x01(\x0c\x12\x0e\n\x06linked\x18\x03 \x03(\t\x12\x0f\n\x07weights\x18\x04 \x01(\x0c\"L\n\rScoreResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x03 \x01(\x04\"?\n\x0f\x44\x65scribeRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\"g\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x32\xb4\x01\n\rScorerService\x12L\n\x05Score\x12 .nightshift.wire.v1.ScoreRequest\x1a!.nightshift.wire.v1.ScoreResponse\x12U\n\x08\x44\x65scribe\x12#.nightshift.wire.v1.DescribeRequest\x1a$.nightshift.wire.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nightshift.wire.v1.scorer_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCOREREQUEST']._serialized_start=88
-  _globals['_SCOREREQUEST']._serialized_end=181
-  _globals['_SCORERESPONSE']._serialized_start=183
-  _globals['_SCORERESPONSE']._serialized_end=259
-  _globals['_DESCRIBEREQUEST']._serialized_start=261
-  _globals['_DESCRIBEREQUEST']._serialized_end=324
-  _globals['_DESCRIBERESPONSE']._serialized_start=326
-  _globals['_DESCRIBERESPONSE']._serialized_end=429
-  _globals['_SCORERSERVICE']._serialized_start=432
-  _globals['_SCORERSERVICE']._serialized_end=612
+  _globals['_SCOREREQUEST']._serialized_end=198
+  _globals['_SCORERESPONSE']._serialized_start=200
+  _globals['_SCORERESPONSE']._serialized_end=276
+  _globals['_DESCRIBEREQUEST']._serialized_start=278
+  _globals['_DESCRIBEREQUEST']._serialized_end=341
+  _globals['_DESCRIBERESPONSE']._serialized_start=343
+  _globals['_DESCRIBERESPONSE']._serialized_end=446
+  _globals['_SCORERSERVICE']._serialized_start=449
+  _globals['_SCORERSERVICE']._serialized_end=629
 # @@protoc_insertion_point(module_scope)

@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("context", "samples", "linked")
+    __slots__ = ("context", "samples", "linked", "weights")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LINKED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     samples: bytes
     linked: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., samples: _Optional[bytes] = ..., linked: _Optional[_Iterable[str]] = ...) -> None: ...
+    weights: bytes
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., samples: _Optional[bytes] = ..., linked: _Optional[_Iterable[str]] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results", "seconds", "peak_memory_bytes")

@@ -11,9 +11,17 @@ from nightshift.wire.experience import LossSpec
 from services.trainer.checks import POLICY_LOSS_NAMES
 from services.trainer.losses import POLICY_LOSSES, LossInputs, importance_weight, kl_terms, policy_loss
 
+DTYPE = [torch.float64]
+
+
+@pytest.fixture(autouse=True, params=[torch.float32, torch.float64], ids=["fp32", "fp64"])
+def precision(request: pytest.FixtureRequest) -> None:
+    """Every test below runs in both precisions."""
+    DTYPE[0] = request.param
+
 
 def tensor(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=DTYPE[0])
 
 
 def inputs(
@@ -24,9 +32,14 @@ def inputs(
 
 
 def close(got: Tensor, want: list[float] | float, tolerance: float = 1e-6) -> None:
-    assert torch.allclose(
-        got.double(), tensor(want) if isinstance(want, list) else torch.tensor(want).double(), atol=tolerance, rtol=0
-    )
+    wanted = torch.tensor(want, dtype=torch.float64)
+    assert torch.allclose(got.double(), wanted, atol=tolerance, rtol=1e-6 if got.dtype == torch.float32 else 0)
+
+
+def test_a_loss_beside_the_policy_losses_is_refused() -> None:
+    for name in ("value", "dpo"):
+        with pytest.raises(BadInputError, match=name):
+            policy_loss(inputs(tensor([-1.0]), [-1.0], [1]), LossSpec(policy_loss=name, options={"beta": 0.1}))
 
 
 def test_every_name_that_is_accepted_is_a_loss() -> None:
@@ -81,6 +94,15 @@ def test_o16_weights_are_refused_where_the_ratio_corrects_already() -> None:
         policy_loss(inputs(tensor([-1.0]), [-1.0], [1]), LossSpec(options={"importance_cap": 2.0}))
 
 
+def test_o16_masked_and_two_sided_weights_per_token() -> None:
+    sample = inputs(tensor([-1, -0.2, -3]), [-1.5, -0.4, -2], [1, 1, 1])
+    masked = LossSpec(options={"importance_cap": 1.5, "importance_mask": 1.0})
+    close(importance_weight(sample, masked), [0, 1.221403, 0.367879])
+    both = LossSpec(options={"importance_cap": 1.5, "importance_mask": 1.0, "importance_floor": 0.5})
+    close(importance_weight(sample, both), [0, 1.221403, 0])
+    close(importance_weight(sample, LossSpec(options={"importance_floor": 0.5})), [1.648721, 1.221403, 0])
+
+
 def test_o17_gspo() -> None:
     sample = inputs(tensor([-1, -1, -9]), [-1.2, -1.3, -1], [2, 2, 2], mask=[1, 1, 0])
     outputs = policy_loss(sample, LossSpec(policy_loss="gspo"))
@@ -106,6 +128,23 @@ def test_o19_three_policies_of_stale_data() -> None:
     close(policy_loss(sample, LossSpec(policy_loss="decoupled_ppo")).losses, [-1.822119, 1.491825])
     close(policy_loss(sample, LossSpec(policy_loss="ppo_clip")).losses, [-1.2, 1.491825])
     close(policy_loss(sample, LossSpec(policy_loss="ppo_clip_proximal")).losses, [-1.105171, 1.648721])
+
+
+def test_o19_a_cap_leaves_tokens_out_whose_sampler_is_too_far_away() -> None:
+    sample = inputs(tensor([-1, -0.5]), [-1.6, -0.9], [1, -1], proximal=tensor([-1.1, -1]))
+    spec = LossSpec(policy_loss="decoupled_ppo", options={"behaviour_cap": 1.5})
+    close(policy_loss(sample, spec).losses, [0, 1.491825])
+    with pytest.raises(BadInputError, match="behaviour_cap"):
+        policy_loss(sample, LossSpec(options={"behaviour_cap": 1.5}))
+
+
+@pytest.mark.parametrize(("kind", "terms"), [("k1_st", [0.2, -0.5, 0]), ("k3_st", [0.0187308, 0.1487213, 0])])
+def test_o01_straight_through_has_its_own_value_and_the_gradient_of_k2(kind: str, terms: list[float]) -> None:
+    logprobs = tensor([-1, -2, -0.5]).requires_grad_()
+    got, _ = kl_terms(logprobs, tensor([-1.2, -1.5, -0.5]), kind)
+    close(got.detach(), terms)
+    got.sum().backward()
+    close(logprobs.grad, [0.2, -0.5, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""The critic's network and loss."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
+
+from nightshift.wire.errors import BadInputError
+from services.trainer.config import RankConfig
+from services.trainer.losses import LossOutputs
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ValueModel(nn.Module):
+    """A transformer with one number per token: V of the state in which that token is chosen.
+
+    Called as :class:`services.trainer.policy.Policy` is; the second result is zeros in place of entropies.
+    """
+
+    def __init__(self, model: nn.Module, autocast: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast = autocast
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        keep: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        position_ids: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Values of N tokens: at the position that predicts each, so that a value knows nothing of its token.
+
+        Args:
+            input_ids: [B, L] int64.
+            keep: [K] columns of ``input_ids``.
+            rows, columns, targets: [N] row, index into ``keep`` and id of each token.
+            temperature: [N], not used.
+            position_ids: [B, L]; None: 0, 1, 2, ...
+            visible: [B, L, L] bool, true where a token sees another; None: causal.
+
+        Returns:
+            [N] float32 values, and [N] zeros.
+        """
+        context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        mask = None
+        if visible is not None:
+            mask = visible[:, None]
+            if self.model.config._attn_implementation == "eager":
+                dtype = next(self.model.parameters()).dtype
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
+        with context:
+            values = self.model(**inputs).logits
+        picked = values[rows, keep[columns], 0].float()
+        return picked, torch.zeros_like(picked)
+
+
+def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
+    """Reads the critic's folder: that of a value model, or of a language model, whose body is taken.
+
+    Returns:
+        The model, and whether its head is new (random until :func:`zero_head`).
+
+    Raises:
+        BadInputError: transformers knows no token classifier of this architecture, or cannot load the folder.
+    """
+    if not (Path(config.model_path) / "config.json").is_file():
+        raise BadInputError(
+            f"no config.json in model folder {config.model_path}", role="critic", fix="Check scorers.critic.model"
+        )
+    try:
+        loaded: Any = AutoModelForTokenClassification.from_pretrained(
+            config.model_path,
+            num_labels=1,
+            dtype=_DTYPES[config.dtype],
+            attn_implementation=config.attn_implementation,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BadInputError(
+            f"cannot load the critic from {config.model_path}: {' '.join(str(error).split())[:500]}",
+            role="critic",
+            fix="Name a folder whose architecture transformers has a token classifier for, in scorers.critic.model",
+        ) from error
+    model, info = loaded
+    # Dropout would make a value differ from the one that is served.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    model.config.use_cache = False
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    head = {name for name, _ in head_of(model).named_parameters()}
+    prefix = next(name for name, module in model.named_modules() if module is head_of(model))
+    missing = set(info["missing_keys"])
+    if lost := sorted(missing - {f"{prefix}.{name}" for name in head}):
+        raise BadInputError(
+            f"the critic's folder {config.model_path} lacks the weights {', '.join(lost[:3])}",
+            role="critic",
+            fix="Name a whole model in scorers.critic.model",
+        )
+    return ValueModel(model, config.autocast), bool(missing)
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """The layer that makes a value of a hidden state."""
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 1]
+    if not heads:
+        raise BadInputError(
+            f"{type(model).__name__} has no layer with one output", role="critic", fix="Choose another model"
+        )
+    return heads[-1]
+
+
+def zero_head(model: ValueModel) -> None:
+    """Makes all values 0: a critic that has learned nothing shifts no advantage."""
+    with torch.no_grad():
+        for parameter in head_of(model.model).parameters():
+            parameter.zero_()
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutputs:
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of each token (PPO's reference implementation; Huang
+    et al. 2022, "The 37 implementation details", 9).
+
+    Args:
+        values: [T] with gradient.
+        old_values: [T], those that the advantages were computed from.
+        returns: [T].
+        clip: c; None: the squared error alone.
+    """
+    plain = (values - returns) ** 2
+    if clip is None:
+        return LossOutputs(0.5 * plain, torch.zeros_like(values, dtype=torch.bool))
+    limited = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (limited - returns) ** 2
+    return LossOutputs(0.5 * torch.maximum(plain, clipped), clipped > plain)
