@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 
 from nightshift.wire import codec
-from nightshift.wire.errors import RoleTimeoutError, VersionConflictError
+from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import Floats, Ids
 from nightshift.wire.rollout import INFO, ROUTE
 from orchestrator.runner.answers import (
@@ -35,6 +35,8 @@ _KEEPALIVE_S = 2.0
 _ADMIN_TIMEOUT_S = 60.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ADMIN_CONNECTIONS = 8
+#: What a server says that it holds after an update that was broken off.
+_UNFINISHED = "unfinished"
 
 
 @dataclass(slots=True)
@@ -233,7 +235,7 @@ class Engine:
         began = time.perf_counter()
         await self.pause(mode)
         try:
-            await self._call("POST", "/start_weight_update")
+            await self._start_update()
             await self._call("POST", "/update_weights", body={"update_info": update_info})
             await self._call("POST", "/finish_weight_update", body={"weight_version": version})
         finally:
@@ -244,6 +246,18 @@ class Engine:
                 f"{self.address.name} holds {held!r} after a push of {version!r}", role="rollout"
             )
         return time.perf_counter() - began
+
+    async def _start_update(self) -> None:
+        try:
+            await self._call("POST", "/start_weight_update")
+        except RoleError as error:
+            # One that failed, or whose sender was killed, may still be open: it is ended under a name that is no
+            # version, and the whole of the weights comes after it.
+            try:
+                await self._call("POST", "/finish_weight_update", body={"weight_version": _UNFINISHED})
+            except RoleError:
+                raise error from None
+            await self._call("POST", "/start_weight_update")
 
     # HTTP -------------------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,21 @@ class ScorerAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerAddress:
+    """A trainer, and which start of it: one that was started again holds no weights of the run."""
+
+    url: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Services:
     """All roles of a run."""
 
     rollout: list[EngineAddress]
     rewards: list[ScorerAddress]
     reference: ScorerAddress | None
-    trainer_url: str
+    trainer: TrainerAddress | None  # None while it is being started again
 
 
 def read_services(run_dir: Path) -> Services | None:
@@ -50,17 +58,25 @@ def read_services(run_dir: Path) -> Services | None:
         for item in raw["rollout"]
     ]
     rewards = [ScorerAddress(item["name"], item["url"], item["application"]) for item in raw["rewards"]]
-    reference = raw.get("reference")
+    reference, trainer = raw.get("reference"), raw.get("trainer")
     return Services(
         rollout,
         rewards,
         ScorerAddress("reference", reference["url"], reference["application"]) if reference else None,
-        raw["trainer"]["url"],
+        TrainerAddress(trainer["url"], trainer.get("incarnation", "")) if trainer else None,
     )
 
 
-async def wait_for_services(run_dir: Path, timeout_s: float) -> Services:
-    """Waits until the agent has written the addresses.
+async def wait_for_services(
+    run_dir: Path, timeout_s: float, lost: TrainerAddress | None = None
+) -> tuple[Services, TrainerAddress]:
+    """Waits until the agent has written the addresses of all roles.
+
+    Args:
+        lost: a trainer that cannot go on: another one is waited for.
+
+    Returns:
+        The addresses, and that of the trainer.
 
     Raises:
         RoleTimeoutError: they did not appear in time.
@@ -68,11 +84,13 @@ async def wait_for_services(run_dir: Path, timeout_s: float) -> Services:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while asyncio.get_running_loop().time() < deadline:
         services = read_services(run_dir)
-        if services is not None:
-            return services
+        if services is not None and services.trainer is not None and services.trainer != lost:
+            return services, services.trainer
         await asyncio.sleep(0.2)
     raise RoleTimeoutError(
-        f"the services of the run did not come up within {timeout_s:g} s",
-        role="agent",
+        f"the trainer was not started again within {timeout_s:g} s"
+        if lost
+        else f"the services of the run did not come up within {timeout_s:g} s",
+        role="trainer" if lost else "agent",
         fix=f"Look into {run_dir / 'logs'}",
     )

@@ -191,6 +191,12 @@ class Stepper:
             await self._after
         self.ended = time.time()
 
+    async def close(self) -> None:
+        """Gives up the push and the evaluation that are still running."""
+        if self._after is not None:
+            self._after.cancel()
+            await asyncio.gather(self._after, return_exceptions=True)
+
     def overlap_share(self) -> float:
         """Share of the time since :meth:`begin` in which samples were drawn and the trainer worked at once."""
         both = within(within(self._generating.intervals(), self.training.intervals()), [(self.began, self.ended)])

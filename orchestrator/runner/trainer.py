@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 60.0
+
+
+class TrainerLostError(RoleError):
+    """The trainer's weights are gone: a rank or the whole trainer died, or another one answers in its place."""
 
 
 @dataclass(slots=True)
@@ -48,13 +52,27 @@ class TrainerClient:
     """The trainer behind ``grpc://host:port``.
 
     Every call that changes state is idempotent on the trainer's side, so that a lost answer is asked for again.
+
+    Args:
+        away_s: how long it may be away before it counts as lost.
+        replaced: whether the agent has given this trainer up.
     """
 
-    def __init__(self, url: str, *, run_id: str, job_trace_id: str, update_timeout_s: float, away_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        run_id: str,
+        job_trace_id: str,
+        update_timeout_s: float,
+        away_s: float,
+        replaced: Callable[[], bool],
+    ) -> None:
         self._run_id = run_id
         self._job_trace_id = job_trace_id
         self._timeout_s = update_timeout_s
         self._away_s = away_s
+        self._replaced = replaced
         self._channel = grpc.aio.insecure_channel(url.removeprefix("grpc://"), options=_OPTIONS)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
@@ -139,13 +157,16 @@ class TrainerClient:
                 code, cause = error.code(), _first_line(error.details())
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise RoleTimeoutError(f"{name} took longer than {timeout_s:g} s", role="trainer") from error
-                if code is grpc.StatusCode.FAILED_PRECONDITION:
+                if code is grpc.StatusCode.UNAVAILABLE and "rank" in cause:
+                    raise TrainerLostError(cause.removeprefix("[trainer] "), role="trainer") from error
+                if code is grpc.StatusCode.FAILED_PRECONDITION and not self._replaced():
                     raise VersionConflictError(f"{name} refused: {cause}", role="trainer") from error
-                # UNAVAILABLE from a trainer that answers names a dead rank: waiting would not bring it back.
-                if code is not grpc.StatusCode.UNAVAILABLE or "rank" in cause:
+                if self._replaced():
+                    raise TrainerLostError("it was started again", role="trainer") from error
+                if code is not grpc.StatusCode.UNAVAILABLE:
                     raise RoleError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
                 if time.monotonic() + pause > deadline:
-                    raise RoleTimeoutError(f"away for {self._away_s:g} s: {cause}", role="trainer") from error
+                    raise TrainerLostError(f"away for {self._away_s:g} s: {cause}", role="trainer") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
 

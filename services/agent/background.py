@@ -21,6 +21,11 @@ class Background:
         self._error: BaseException | None = None
 
     @property
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._done.is_set()
+
+    @property
     def error(self) -> BaseException | None:
         """What the call raised; None where it has not, or not yet."""
         return self._error

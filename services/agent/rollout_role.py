@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import NightshiftError, RoleError
-from services.agent.restarts import RestartPolicy
 
 
 class Report(Protocol):

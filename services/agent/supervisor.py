@@ -23,8 +23,9 @@ from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
 from services.agent import leftovers, machine
 from services.agent.background import Background
-from services.agent.parts import Cluster, Parts, Trainer
+from services.agent.parts import Cluster, Parts
 from services.agent.rollout_role import RolloutRole
+from services.agent.trainer_role import TrainerRole
 from services.agent.watch import RayWatch
 from services.rollout import keeper
 from services.rollout.command import default_backend
@@ -70,8 +71,7 @@ class Supervisor:
         self._external_rollout: dict[str, Any] | None = None
         self._cluster: Cluster | None = None
         self._deployed: dict[str, Any] | None = None
-        self._trainer: Trainer | None = None
-        self._trainer_start: Background | None = None
+        self._trainer: TrainerRole | None = None
         self._watch: RayWatch | None = None
 
     def run(self) -> int:
@@ -142,18 +142,17 @@ class Supervisor:
         self._cluster.start()
         self._install_handlers()  # Ray put its own in their place
 
-        def start_trainer() -> Trainer:
-            return self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id, gpus)
-
-        trainer = self._trainer_start = Background("the start of the trainer", start_trainer)
-        began = time.monotonic()
-        self.report("trainer", "starting")
-        trainer.start(self._outcome_is_there)
+        self._trainer = TrainerRole(
+            lambda: self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id, gpus),
+            self.report,
+            self._outcome_is_there,
+            spec.trainer.start_timeout_s + _MARGIN_S,
+        )
+        self._trainer.begin()
         self._start_scorers(spec, scorers_port)
 
-        self._role = "trainer"
-        self._trainer = trainer.wait(began + spec.trainer.start_timeout_s + _MARGIN_S)
-        self.report("trainer", "ready", seconds=time.monotonic() - began)
+        self._role = TrainerRole.NAME
+        self._trainer.wait_ready()
 
         self._role = RolloutRole.NAME
         while self._rollout is not None and not self._rollout.tick(time.monotonic()):
@@ -205,8 +204,10 @@ class Supervisor:
     def _watch_over(self) -> None:
         applications = self._applications()
         trainer = self._trainer
+        if trainer is None:
+            raise AssertionError("the watch begins after the start")
         self._watch = RayWatch(
-            lambda: trainer.failure() if trainer else "",
+            trainer.ask,
             lambda: self._parts.scorer_states(applications),
             applications,
             self.report,
@@ -220,6 +221,9 @@ class Supervisor:
             if self._cluster and (cause := self._cluster.failure()):
                 raise RoleError(cause, role="agent", fix="See logs/ray in the run's folder")
             self._watch.check()
+            self._role = TrainerRole.NAME
+            if trainer.tick(time.monotonic()):
+                self._write_addresses()
             self._wake.wait(_POLL_S)
             self._wake.clear()
 
@@ -234,7 +238,7 @@ class Supervisor:
             "rewards": deployed.get("rewards", []),
             "reference": deployed.get("reference"),
             "critic": deployed.get("critic"),
-            "trainer": {"url": self._trainer.url} if self._trainer else None,
+            "trainer": self._trainer.entry() if self._trainer else None,
         }
         descriptor, name = tempfile.mkstemp(prefix=".services-", dir=self._run_dir)  # mode 600
         with os.fdopen(descriptor, "w") as file:
@@ -258,9 +262,9 @@ class Supervisor:
         if self._rollout and self._rollout.failed:
             self._role = RolloutRole.NAME
             return self._rollout.failed
-        if self._trainer_start and self._trainer_start.error:
-            self._role = "trainer"
-            return self._trainer_start.error
+        if self._trainer and self._trainer.error:
+            self._role = TrainerRole.NAME
+            return self._trainer.error
         return None
 
     def _end(self, before: set[leftovers.FileId]) -> None:

@@ -20,7 +20,7 @@ class RayWatch:
 
     def __init__(
         self,
-        trainer_failure: Callable[[], str],
+        ask_trainer: Callable[[], None],
         scorer_states: Callable[[], States],
         roles: dict[str, str],
         report: Report,
@@ -29,11 +29,11 @@ class RayWatch:
         """Prepares a watch.
 
         Args:
-            trainer_failure: why the trainer cannot go on; empty where it can.
+            ask_trainer: asks the trainer, and keeps what it said.
             scorer_states: Serve application -> state and cause.
             roles: Serve application -> role.
         """
-        self._trainer_failure = trainer_failure
+        self._ask_trainer = ask_trainer
         self._scorer_states = scorer_states
         self._roles = roles
         self._report = report
@@ -56,7 +56,7 @@ class RayWatch:
         """Raises what is wrong.
 
         Raises:
-            RoleError: a role is gone, or Ray has not answered for a minute.
+            RoleError: a scorer is gone, or Ray has not answered for a minute.
         """
         if self._failure is not None:
             raise self._failure
@@ -68,7 +68,7 @@ class RayWatch:
     def ask(self) -> None:
         """One round of questions."""
         try:
-            cause = self._trainer_failure()
+            self._ask_trainer()
             states = self._scorer_states()
         except Exception as error:  # Ray and Serve raise many types while one of their parts is being replaced
             now = self._clock()
@@ -83,9 +83,6 @@ class RayWatch:
                 )
             return
         self._answered, self._errors_since = self._clock(), None
-        if cause:
-            text = cause.removeprefix("[trainer] ")
-            self._failure = RoleError(text, role="trainer", fix="See logs/ray in the run's folder")
         for application, (state, cause) in states.items():
             self._note(application, state, cause)
 

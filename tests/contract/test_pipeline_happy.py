@@ -157,8 +157,8 @@ async def test_nothing_is_held_in_memory_at_the_end(tmp_path: Path) -> None:
         state = []
 
         async def watch(job: Job) -> None:
-            await run.until(lambda: job._pipeline is not None, "the pipeline")
-            state.append(job._pipeline.state)
+            await run.until(lambda: job.pipeline is not None, "the pipeline")
+            state.append(job.pipeline.state)
             await asyncio.Event().wait()
 
         assert await run.run(watch=watch) == 0
@@ -175,8 +175,8 @@ async def test_a_full_buffer_stops_new_groups_but_never_the_run(tmp_path: Path, 
 
         async def watch(job: Job) -> None:
             while True:
-                if job._pipeline is not None:
-                    seen.append(len(job._pipeline.state.running))
+                if job.pipeline is not None:
+                    seen.append(len(job.pipeline.state.running))
                 await asyncio.sleep(0.001)
 
         assert await run.run(watch=watch) == 0, run.error()

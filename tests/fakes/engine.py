@@ -317,6 +317,8 @@ class FakeEngine:
             case "/start_weight_update":
                 if not self._initialised:
                     raise Refused(500, "the weight transfer engine was not initialised")
+                if self._session is not None:
+                    raise Refused(500, "called while a weight update is active")
                 self._session = True
             case "/update_weights":
                 if self._session is None:

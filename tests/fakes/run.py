@@ -142,7 +142,7 @@ class FakeRun:
             "rewards": rewards,
             "reference": reference,
             "critic": None,
-            "trainer": {"url": self.trainer.url},
+            "trainer": {"url": self.trainer.url, "incarnation": str(self.trainer.incarnation)},
         }
         part = self.run_dir / "services.tmp"
         part.write_text(json.dumps(services))

@@ -42,8 +42,8 @@ class Update:
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     """One trainer.
 
-    Faults by method name: ``unavailable``, ``internal``, ``lose_answer`` (the work is done, the answer is lost),
-    ``hang``, ``slow`` (``delay``), and of Save ``half`` (dies before the folder is complete).
+    Faults by method name: ``rank_died``, ``unavailable``, ``internal``, ``lose_answer`` (the work is done, its
+    answer is lost), ``hang``, ``slow`` (``delay``), and of Save ``half`` (dies before the folder is complete).
 
     Args:
         store: folder of published weights.
@@ -61,6 +61,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.published: list[str] = []
         self.contexts: list[Any] = []
         self.saving = asyncio.Event()
+        self.incarnation = 1
         self.port = 0
         self._last: tuple[tuple[int, str], Any] | None = None
         self._server: grpc.aio.Server | None = None
@@ -79,6 +80,17 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if server is not None:
             await server.stop(None)
 
+    async def die(self) -> None:
+        """Goes away for good, with its weights."""
+        await self.stop()
+        self.weights, self.version, self.optimizer_steps, self._last = policy.base_bias() + 1.0, "", 0, None
+
+    async def start_again(self) -> None:
+        """Starts as another process would: on another port, with the model's own weights."""
+        self.port, self.incarnation = 0, self.incarnation + 1
+        self.weights = policy.base_bias()
+        await self.start()
+
     @property
     def url(self) -> str:
         """Address for services.json."""
@@ -89,7 +101,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.DescribeTrainerResponse(
             model="toy",
             dtype="float32",
-            incarnation="fake",
+            incarnation=str(self.incarnation),
             ranks=1,
             parameters=VOCAB_SIZE,
             vocab_size=VOCAB_SIZE,
@@ -190,6 +202,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             await asyncio.sleep(fault.delay or 3600)
         if kind == "unavailable":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "planned absence")
+        if kind == "rank_died":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "[trainer] rank 0 died during update: its process ended")
         if kind == "internal":
             await context.abort(grpc.StatusCode.INTERNAL, "planned failure: no space left on device")
         return kind

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.runner.admission import Admission
-from orchestrator.runner.job import steps_sentence
+from orchestrator.runner.inputs import steps_sentence
 from orchestrator.runner.together import together
 
 

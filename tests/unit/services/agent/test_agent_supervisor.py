@@ -100,7 +100,7 @@ def test_it_starts_all_roles_writes_their_addresses_and_ends_in_order(agent, num
     services = run.services
     assert services["rollout"][0]["init_info"] == {"root": str(run.store)}
     assert services["rewards"][0]["application"] == "reward-f"
-    assert services["trainer"] == {"url": "grpc://trainer"}
+    assert services["trainer"] == {"url": "grpc://trainer", "incarnation": "1"}
     assert services["reference"] is services["critic"] is None
     assert oct(run.store.stat().st_mode)[-3:] == "700"
     pids = descendants(run.process.pid)
@@ -166,18 +166,23 @@ def test_a_server_that_keeps_dying_fails_the_run(agent):
     assert run.wait() == 1
     assert run.failure()[:2] == (
         "rollout",
-        "the vLLM server ended 3 times within 60 s of its start, last so: ended by signal 9",
+        "the vLLM server ended 3 times within 20 s of its start, last so: ended by signal 9",
     )
     assert run.nothing_left([])
 
 
-def test_a_dead_trainer_fails_the_run(agent):
+def test_a_dead_trainer_is_started_again_and_one_that_keeps_dying_fails_the_run(agent):
     run = agent()
     run.until_event("agent", "ready")
-    trainer = set(descendants(run.process.pid)) - {run.services["rollout"][0]["pid"]}
-    os.kill(trainer.pop(), signal.SIGKILL)
+    for incarnation in "123":
+        run.until(
+            lambda n=incarnation: (run.services["trainer"] or {}).get("incarnation") == n, f"number {incarnation}"
+        )
+        (trainer,) = set(descendants(run.process.pid)) - {run.services["rollout"][0]["pid"]}
+        os.kill(trainer, signal.SIGKILL)
     assert run.wait() == 1
-    assert run.failure()[:2] == ("trainer", "rank 0 died")
+    assert run.failure()[:2] == ("trainer", "it ended 3 times within 20 s of its start, last so: rank 0 died")
+    assert run.events("trainer")[1:4] == [("trainer", state) for state in ("ready", "restarting", "ready")]
     assert run.nothing_left([])
 
 

@@ -10,7 +10,7 @@ class RestartPolicy:
     """Growing pauses between restarts; gives up on a role that keeps ending soon after its start."""
 
     limit: int = 3  # early deaths in a row after which it gives up
-    early_s: float = 60.0  # a death sooner than this after the role was ready is early
+    early_s: float = 20.0  # a death sooner than this after the role was ready is early
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
     early_deaths: int = 0

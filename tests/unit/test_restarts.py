@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.agent.restarts import RestartPolicy
+from nightshift.restarts import RestartPolicy
 
 
-def test_three_deaths_within_a_minute_of_the_start_end_it():
+def test_three_deaths_soon_after_the_start_end_it():
     policy = RestartPolicy()
     assert policy.died(5.0) == 1.0
     assert policy.died(0.0) == 2.0
-    assert policy.died(59.9) is None
+    assert policy.died(19.9) is None
 
 
 def test_a_role_that_lasted_is_started_again_for_ever():

@@ -1,0 +1,290 @@
+"""One attempt at a run, from where it stands to its end or to the loss of the trainer: connects the roles and runs the
+pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nightshift.config import JobSpec
+from nightshift.data import Cursor, PromptSet, Tokenizer
+from nightshift.wire.errors import RoleError
+from nightshift.wire.events import EventLog
+from nightshift.wire.scoring import SequenceInput
+from orchestrator.runner.admission import Admission
+from orchestrator.runner.books import Books
+from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.evaluate import Evaluator
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.group import GroupRunner
+from orchestrator.runner.health import PROBE_LIMITS
+from orchestrator.runner.inputs import Inputs, steps_sentence
+from orchestrator.runner.ledger import GroupState
+from orchestrator.runner.pipeline import Pipeline
+from orchestrator.runner.rollouts import drop_rollouts_after
+from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.services import ScorerAddress, Services, TrainerAddress, read_services
+from orchestrator.runner.spool import Spool
+from orchestrator.runner.start import Start, take_up
+from orchestrator.runner.stepper import Stepper
+from orchestrator.runner.tracing import Tracing
+from orchestrator.runner.tracking import Tracking
+from orchestrator.runner.trainer import TrainerClient
+
+#: Sequences, and tokens of each, on which servers prove that they hold the published weights.
+_PROBES, _PROBE_TOKENS = 2, 48
+
+
+class Attempt:
+    """The roles of a run, connected.
+
+    Attributes:
+        step: steps in the trainer's weights, once the pipeline has ended.
+        pipeline: None until it is about to run.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: Path,
+        events: EventLog,
+        inputs: Inputs,
+        start: Start,
+        books: Books,
+        checkpoints: Checkpoints,
+        tracing: Tracing,
+    ) -> None:
+        self.spec = spec
+        self.run_dir = run_dir
+        self.run_id = run_dir.name
+        self.events = events
+        self.step = start.step
+        self._inputs = inputs
+        self._start = start
+        self._books = books
+        self._checkpoints = checkpoints
+        self._tracing = tracing
+        self._closing: list[Any] = []
+        self.pipeline: Pipeline | None = None
+        self._stopping = False
+
+    def stop(self) -> bool:
+        """Asks for an end after the step in progress; False where no step can be in progress yet."""
+        self._stopping = True
+        if self.pipeline is None:
+            return False
+        self.pipeline.stop()
+        return True
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for item in self._closing:
+            await item.close()
+        self._closing = []
+
+    async def run(self, services: Services, address: TrainerAddress) -> bool:
+        """Runs to the end of the job; returns False where :meth:`stop` ended it earlier.
+
+        Raises:
+            TrainerLostError: the trainer's weights are gone.
+            NightshiftError: a role failed for good.
+        """
+        spec, start, books, inputs = self.spec, self._start, self._books, self._inputs
+        train, total_steps, tracing = inputs.train, inputs.total_steps, self._tracing
+        trainer = TrainerClient(
+            address.url,
+            run_id=self.run_id,
+            job_trace_id=start.job_trace_id,
+            update_timeout_s=spec.trainer.update_timeout_s,
+            away_s=min(60.0, spec.pipeline.role_timeout_s),
+            replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
+        )
+        self._closing.append(trainer)
+        rewards, reference = self._scorers(services)
+        self._closing += [client for _, _, client in rewards] + ([reference] if reference else [])
+        await self._check_roles(trainer, rewards, reference, inputs.tokenizer)
+        await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
+
+        fleet = self._fleet(services, train)
+        self._closing.append(fleet)
+        spool = Spool(self.run_dir / "spool")
+        runner = GroupRunner(spec, self.run_id, inputs.tokenizer, fleet, rewards, reference, tracing)
+        resumed = await take_up(books, spool, start, train, tracing)
+        cursor = Cursor(len(train.prompts), spec.trainer.seed, spec.data.shuffle)
+        for _ in range(books.ledger.issued):
+            cursor.next()
+        admission = Admission(
+            spec.pipeline.max_staleness,
+            spec.rollout.batch_size,
+            total_steps,
+            finished_groups=books.ledger.counts[GroupState.TRAINED],
+            finished_steps=start.step,
+            max_in_flight=spec.pipeline.max_groups_in_flight,
+        )
+        tracking = Tracking(self.run_dir, tensorboard=spec.tracking.tensorboard)
+        self._closing.append(_Closer(tracking.close))
+        tracking.drop_after(start.step)
+        drop_rollouts_after(self.run_dir / "rollouts", start.step)
+        stepper = Stepper(
+            spec,
+            self.run_dir,
+            total_steps,
+            lineage=start.lineage,
+            step=start.step,
+            trainer=trainer,
+            fleet=fleet,
+            books=books,
+            spool=spool,
+            evaluator=Evaluator(spec, self.run_id, inputs.tokenizer, inputs.test, fleet, rewards, tracing),
+            checkpoints=self._checkpoints,
+            tracking=tracking,
+            tracing=tracing,
+            events=self.events,
+            admission=admission,
+            probe=_probe(train),
+            cursor_state=cursor.state,
+            generating=runner.busy,
+            manifest=start.manifest,
+        )
+        self._closing.insert(0, stepper)  # it uses all the others
+        pipeline = Pipeline(
+            spec,
+            total_steps,
+            prompts=train.prompts,
+            cursor=cursor,
+            books=books,
+            fleet=fleet,
+            runner=runner,
+            stepper=stepper,
+            spool=spool,
+            tracing=tracing,
+            events=self.events,
+            admission=admission,
+        )
+        self.events.append(
+            "job",
+            state="running",
+            steps=total_steps,
+            lineage=start.lineage.number,
+            step=start.step,
+            detail=f"{train.summary()}; {steps_sentence(len(train.prompts), spec.rollout.batch_size, total_steps)}",
+        )
+        fleet.start()
+        try:
+            await stepper.begin()
+            self.pipeline = pipeline
+            if self._stopping:
+                pipeline.stop()
+            finished = await pipeline.run(resumed)
+            await stepper.checkpoint()
+        finally:
+            self.step = stepper.step
+        self._summarise(stepper)
+        return finished
+
+    def _scorers(self, services: Services) -> tuple[list[tuple[str, float, ScorerClient]], ScorerClient | None]:
+        scorers, pipeline = self.spec.scorers, self.spec.pipeline
+
+        def client(role: str, address: ScorerAddress, sample_s: float = 0.0) -> ScorerClient:
+            return ScorerClient(
+                role,
+                address.url,
+                address.application,
+                run_id=self.run_id,
+                job_trace_id=self._start.job_trace_id,
+                timeout_s=scorers.timeout_s,
+                sample_s=sample_s,
+                away_s=pipeline.role_timeout_s,
+                # Which groups fall into one call is a matter of timing, and the shape of a batch moves the last bits.
+                batch_samples=1 if pipeline.deterministic else scorers.batch_samples,
+                batch_wait_s=scorers.batch_wait_ms / 1000,
+            )
+
+        # Samples that hang are replaced within their limit; steadily slow ones may take it one after the other.
+        rewards = [
+            (address.name, reward.weight, client("reward", address, reward.timeout_s))
+            for address, reward in zip(services.rewards, self.spec.rewards, strict=True)
+        ]
+        reference = services.reference
+        return rewards, client("reference", reference) if reference else None
+
+    async def _check_roles(
+        self,
+        trainer: TrainerClient,
+        rewards: Sequence[tuple[str, float, ScorerClient]],
+        reference: ScorerClient | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        described = await trainer.describe()
+        if described.vocab_size < tokenizer.vocab_size:
+            raise RoleError(
+                f"the model has {described.vocab_size} tokens, the tokenizer {tokenizer.vocab_size}", role="trainer"
+            )
+        for _, _, client in rewards:
+            await client.describe()
+        if reference is not None:
+            answer = await reference.describe()
+            if answer.vocab_size and answer.vocab_size != described.vocab_size:
+                raise RoleError(
+                    f"the reference has {answer.vocab_size} tokens, the policy {described.vocab_size}",
+                    role="reference",
+                    fix="The reference must use the policy's vocabulary",
+                )
+
+    def _fleet(self, services: Services, train: PromptSet) -> Fleet:
+        rollout, pipeline = self.spec.rollout, self.spec.pipeline
+
+        def refresh() -> Any:
+            current = read_services(self.run_dir)
+            return current.rollout if current else None
+
+        return Fleet(
+            services.rollout,
+            events=self.events,
+            refresh=refresh,
+            probe_inputs=_probe(train),
+            limits=PROBE_LIMITS[rollout.dtype],
+            request_timeout_s=rollout.request_timeout_s,
+            away_s=pipeline.role_timeout_s,
+            retries=pipeline.retries,
+            drain=pipeline.weight_update == "drain",
+            # A rest that another server draws is no function of the seed.
+            flush_tokens=0 if pipeline.deterministic else rollout.flush_tokens,
+            max_staleness=pipeline.max_staleness,
+        )
+
+    def _summarise(self, stepper: Stepper) -> None:
+        metrics = {
+            "overlap_share": stepper.overlap_share(),
+            "training_seconds": stepper.ended - stepper.began,
+        }
+        self.events.append(
+            "summary",
+            step=stepper.step,
+            policy_version=str(stepper.lineage.version(stepper.step)),
+            metrics=metrics,
+            ledger=self._books.ledger.balance(),
+            job_trace_id=self._tracing.job_trace_id,
+            time_ended=time.time(),
+        )
+
+
+class _Closer:
+    def __init__(self, close: Any) -> None:
+        self._close = close
+
+    async def close(self) -> None:
+        self._close()
+
+
+def _probe(train: PromptSet) -> list[SequenceInput]:
+    probes = []
+    for prompt in train.prompts[:_PROBES]:
+        ids = prompt.prompt_ids[:_PROBE_TOKENS]
+        cut = max(1, len(ids) // 2)
+        if len(ids) > cut:
+            probes.append(SequenceInput(id=str(prompt.row_id), prompt_ids=ids[:cut], response_ids=ids[cut:]))
+    return probes

@@ -1,0 +1,41 @@
+"""What a job trains on, and for how many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nightshift.config import JobSpec
+from nightshift.data import Prompt, PromptSet, Tokenizer, load_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tokenizer, prompts for training and for evaluation, and the number of steps."""
+
+    tokenizer: Tokenizer
+    train: PromptSet
+    test: list[Prompt]
+    total_steps: int
+
+
+def load_inputs(spec: JobSpec) -> Inputs:
+    """Reads the data of a job.
+
+    Raises:
+        BadInputError: the data cannot be used.
+    """
+    tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
+    train = load_prompts(spec.data, spec.data.train_files, tokenizer)
+    test = load_prompts(spec.data, spec.data.test_files, tokenizer).prompts if spec.data.test_files else []
+    return Inputs(tokenizer, train, test, spec.steps_for(len(train.prompts)))
+
+
+def steps_sentence(prompts: int, batch: int, steps: int) -> str:
+    """How many steps there are, and what becomes of prompts that fill no batch."""
+    full, rest = divmod(prompts, batch)
+    text = f"{steps} steps of {batch} prompts, {full} full ones an epoch"
+    if not rest:
+        return text
+    unused = -(-steps * batch // prompts) * prompts - steps * batch
+    left_out = f", {unused} left out of the last epoch" if unused else ""
+    return f"{text} and {rest} carried over into the next{left_out}"
