@@ -29,6 +29,7 @@ from nightshift.cli.tail import Tail, last_lines
 from nightshift.cli.view import RunView, role_sentence
 from nightshift.config import JobSpec
 from nightshift.config.load import load_job, read_resolved, write_resolved
+from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import EventLog, read_events
 
@@ -146,6 +147,7 @@ class Supervisor:
         self._segments = Segments()
         self._memory = PeakMemory(self._store, self._segments)
         self._children: list[Child] = []
+        self._policy = RestartPolicy()  # of a runner that was killed
 
     def run(self, console: Console, *, as_json: bool) -> tuple[int, RunView]:
         """Runs until the runner has ended and nothing is left. Returns the exit code and what the events said."""
@@ -194,7 +196,12 @@ class Supervisor:
 
     def _follow(self, runner: Child, agent: Child, progress: Progress) -> int:
         asked_at = None
-        while (code := runner.poll()) is None:
+        began = time.monotonic()
+        while True:
+            if (code := runner.poll()) is not None:
+                if code >= 0 or agent.poll() is not None or not self._may_restart(code, began, progress):
+                    break
+                runner, began = self._start("orchestrator"), time.monotonic()
             self._show_new(progress)
             if self._answer_interrupts(progress):
                 return EXIT_INTERRUPTED
@@ -219,6 +226,22 @@ class Supervisor:
         if code != EXIT_DONE and not self._view.failure:
             self._view.cause = self._cause("orchestrator", runner, code)
         return exit_code(code)
+
+    def _may_restart(self, code: int, began: float, progress: Progress) -> bool:
+        """Whether a runner that a signal ended is to go on from the last checkpoint, beside the services that run."""
+        pause = None if self._interrupts.asked else self._policy.died(time.monotonic() - began)
+        if pause is None:
+            return False
+        with EventLog(self._run_dir / EVENTS, self._run_id) as events:
+            cause = f"it was ended by signal {signal.Signals(-code).name}"
+            events.append("role", role="orchestrator", state="restarting", detail=cause, seconds=pause)
+        self._show_new(progress)
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and not self._interrupts.asked:
+            time.sleep(_POLL_S)
+        if "--resume" not in self._commands["orchestrator"]:
+            self._commands["orchestrator"] += ["--resume"]
+        return not self._interrupts.asked
 
     def _show_new(self, progress: Progress) -> None:
         for event in self._tail.read():

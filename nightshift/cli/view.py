@@ -71,6 +71,8 @@ class RunView:
                 self.error = error_text(event.get("error")) if self.job_state == "failed" else ""
                 if self.job_state == "running":
                     self._mark = at
+                    if (orchestrator := self.roles.get("orchestrator")) is not None:
+                        orchestrator.state = "ready"  # after a restart
             case "activity":
                 self._role(event).doing = str(event.get("doing") or "")
             case "step":

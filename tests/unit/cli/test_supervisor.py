@@ -183,9 +183,30 @@ def test_failed_job_gives_its_own_sentence(play: Callable[..., Fake]) -> None:
     assert (result["code"], result["failure"]) == (1, "[trainer] rank 0 died. Give it memory")
 
 
-def test_runner_that_is_killed_is_named_with_the_signal(play: Callable[..., Fake]) -> None:
+def test_runner_that_is_killed_goes_on_beside_the_services(play: Callable[..., Fake]) -> None:
+    runner = """
+    until(run_dir / "agent-ready")
+    if "--resume" not in sys.argv:
+        events.append("step", step=1, steps=2, metrics={})
+        os.kill(os.getpid(), 9)
+    events.append("job", state="running", steps=2, step=1)
+    events.append("step", step=2, steps=2, metrics={})
+    events.append("job", state="succeeded")
+    """
+    fake = play(runner=runner)
+    result = fake.result()
+    assert (result["code"], result["step"], result["failure"]) == (0, 2, "")
+    assert "orchestrator" in result["out"]
+    assert "it was ended by signal SIGKILL" in result["out"]
+    assert (fake.folder / "agent-ended").exists()
+    assert fake.left() == []
+
+
+def test_runner_that_keeps_being_killed_is_named_with_the_signal(play: Callable[..., Fake]) -> None:
     fake = play(runner="until(run_dir / 'agent-ready'); os.kill(os.getpid(), 9)")
     result = fake.result()
+    restarts = [e for e in read_events(fake.folder / "events.jsonl") if e.get("state") == "restarting"]
+    assert len(restarts) == 2
     assert result["code"] == 1
     assert "[orchestrator] was ended by signal SIGKILL" in result["failure"]
     assert fake.left() == []
