@@ -63,8 +63,9 @@ format: $(DEV_STAMP) ## put the sources into shape
 bench: $(DEV_STAMP) ## measure; never part of a test run
 	$(BIN)/python -m pytest -m bench tests/bench $(PYTEST_ARGS)
 
-docs: $(DEV_STAMP) ## write docs/configuration.md from the models of the job file
+docs: $(DEV_STAMP) ## write docs/configuration.md and the tables of docs/observability.md
 	$(BIN)/python scripts/configuration_reference.py
+	$(BIN)/python scripts/metrics_reference.py
 
 proto: $(DEV_STAMP) ## write the gRPC stubs from proto/
 	PYTHON=$(BIN)/python bash proto/generate.sh

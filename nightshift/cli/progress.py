@@ -101,7 +101,7 @@ class LiveProgress:
         self._live.stop()
 
     def show(self, event: Event) -> None:
-        if event.get("kind") in ("warning", "checkpoint") or event.get("state") in ("failed", "restarting"):
+        if event.get("kind") in ("warning", "checkpoint", "metrics") or event.get("state") in ("failed", "restarting"):
             line = plain_line(event, self._view)
             if line is not None:
                 self.say(line)
@@ -133,6 +133,8 @@ def plain_line(event: Event, view: RunView) -> str | None:
             return f"warning: {view.warnings[-1]}" if view.warnings else None
         case "checkpoint":
             return f"checkpoint: {event.get('path')}"
+        case "metrics":
+            return f"metrics: {event.get('url')}"
     return None
 
 

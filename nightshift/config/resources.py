@@ -20,6 +20,8 @@ class PortsConfig(Section):
     """The trainer's gRPC server."""
     otlp: int = Field(default=0, ge=0, le=65535)
     """The runner's receiver of spans."""
+    metrics: int | None = Field(default=None, ge=0, le=65535)
+    """The runner's metrics for Prometheus; null: none are served."""
 
 
 class ResourcesConfig(Section):

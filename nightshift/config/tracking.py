@@ -12,6 +12,12 @@ class TrackingConfig(Section):
 
     tensorboard: bool = True
     """Write TensorBoard files to ``tensorboard/``."""
+    wandb: str | None = Field(default=None, min_length=1)
+    """Project of Weights & Biases. The run is written to ``wandb/`` in the run's folder; ``wandb sync`` uploads it."""
+
+    mlflow: str | None = Field(default=None, min_length=1)
+    """Tracking URI of MLflow, such as ``http://host:5000`` or ``sqlite:////folder/mlflow.db``."""
+
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://\S+$")
     """OTLP/gRPC endpoint to which spans are exported as well."""
 

@@ -27,6 +27,8 @@ class EventLog:
     def __init__(self, path: str | Path, run_id: str, clock: Callable[[], float] = time.time) -> None:
         """Opens the file, and makes it where it does not exist. ``clock`` gives unix seconds."""
         self.path = Path(path)
+        #: Called with each event after it was written, in its plain form; they must not raise.
+        self.listeners: list[Callable[[Event], None]] = []
         self._run_id = run_id
         self._clock = clock
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -43,11 +45,13 @@ class EventLog:
         """
         if clash := _RESERVED & fields.keys():
             raise ValueError(f"event {kind!r}: the fields {sorted(clash)} are set by the log")
-        event = {"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields}
-        text = json.dumps(plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        event: Event = plain({"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields})
+        text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         data = (text + "\n").encode(errors="replace")  # lone surrogates have no UTF-8 form
         while data:  # a regular file takes all at once; only a full disk or a signal leaves a rest
             data = data[os.write(self._fd, data) :]
+        for listener in self.listeners:
+            listener(event)
 
     def close(self) -> None:
         """Closes the file; closing twice is harmless."""

@@ -18,6 +18,7 @@ from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.evaluate import Evaluator
+from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
@@ -31,7 +32,7 @@ from orchestrator.runner.spool import Spool
 from orchestrator.runner.start import Start, take_up
 from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
-from orchestrator.runner.tracking import Tracking
+from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
 
 #: Sequences, and tokens of each, on which servers prove that they hold the published weights.
@@ -56,6 +57,7 @@ class Attempt:
         books: Books,
         checkpoints: Checkpoints,
         tracing: Tracing,
+        exporter: Exporter,
     ) -> None:
         self.spec = spec
         self.run_dir = run_dir
@@ -67,6 +69,7 @@ class Attempt:
         self._books = books
         self._checkpoints = checkpoints
         self._tracing = tracing
+        self._exporter = exporter
         self._closing: list[Any] = []
         self.pipeline: Pipeline | None = None
         self._stopping = False
@@ -124,7 +127,7 @@ class Attempt:
             finished_steps=start.step,
             max_in_flight=spec.pipeline.max_groups_in_flight,
         )
-        tracking = Tracking(self.run_dir, tensorboard=spec.tracking.tensorboard)
+        tracking = open_tracking(self.run_dir, self.run_id, spec.tracking)
         self._closing.append(_Closer(tracking.close))
         tracking.drop_after(start.step)
         drop_rollouts_after(self.run_dir / "rollouts", start.step)
@@ -163,6 +166,9 @@ class Attempt:
             tracing=tracing,
             events=self.events,
             admission=admission,
+        )
+        self._exporter.watch(
+            services, total_steps, books=books, fleet=fleet, runner=runner, stepper=stepper, pipeline=pipeline
         )
         self.events.append(
             "job",

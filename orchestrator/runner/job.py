@@ -20,6 +20,7 @@ from orchestrator.api.otlp import TraceReceiver
 from orchestrator.runner.attempt import Attempt
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.inputs import Inputs, load_inputs
 from orchestrator.runner.ledger import Ledger
 from orchestrator.runner.pipeline import Pipeline
@@ -112,7 +113,9 @@ class Job:
         spec = self.spec
         receiver = TraceReceiver(lambda span: self.events.append("span", **span), spec.tracking.otlp_endpoint)
         await receiver.start(self._otlp_port)
+        exporter = Exporter(spec, self.run_dir, self.events)
         try:
+            exporter.start()
             inputs = load_inputs(spec)
             for message in inputs.train.warnings:
                 self.events.append("warning", role="job", message=message)
@@ -125,23 +128,26 @@ class Job:
             losses = Losses()
             while True:
                 try:
-                    return await self._once(inputs, tracer, losses, resume=resume or losses.count > 0)
+                    return await self._once(inputs, tracer, exporter, losses, resume=resume or losses.count > 0)
                 except TrainerLostError as error:
                     if self._stopping or losses.hopeless:
                         raise
                     self.events.append("warning", role="trainer", message=f"{error}; going on from the last checkpoint")
         finally:
+            exporter.close()
             await asyncio.to_thread(telemetry.shutdown)
             await receiver.stop()
 
-    async def _once(self, inputs: Inputs, tracer: Tracer, losses: Losses, *, resume: bool) -> bool:
+    async def _once(
+        self, inputs: Inputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool
+    ) -> bool:
         """An attempt from the newest checkpoint on; notes in ``losses`` where it lost its trainer."""
         spec, checkpoints = self.spec, Checkpoints(self.run_dir)
         store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
         start = find_start(self.run_id, store, checkpoints, self.events, resume=resume)
         books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
         tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
-        attempt = self._attempt = Attempt(spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing)
+        attempt = self._attempt = Attempt(spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing, exporter)
         try:
             await books.save_run(start.lineage, start.job_trace_id, "running")
             timeout = spec.rollout.start_timeout_s + spec.scorers.start_timeout_s + spec.trainer.start_timeout_s

@@ -95,6 +95,11 @@ class Pipeline:
         """Groups in flight, for progress views and tests."""
         return self._state
 
+    @property
+    def admission(self) -> Admission:
+        """The staleness rule, for the metrics."""
+        return self._admission
+
     def stop(self) -> None:
         """Asks for an end after the step in progress."""
         self._stop.set()

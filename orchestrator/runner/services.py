@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nightshift.wire.errors import RoleTimeoutError
@@ -38,6 +38,7 @@ class Services:
     rewards: list[ScorerAddress]
     reference: ScorerAddress | None
     trainer: TrainerAddress | None  # None while it is being started again
+    metrics: list[str] = field(default_factory=list)  # host:port of further processes that Prometheus can scrape
 
 
 def read_services(run_dir: Path) -> Services | None:
@@ -64,6 +65,7 @@ def read_services(run_dir: Path) -> Services | None:
         rewards,
         ScorerAddress("reference", reference["url"], reference["application"]) if reference else None,
         TrainerAddress(trainer["url"], trainer.get("incarnation", "")) if trainer else None,
+        list(raw.get("metrics") or []),
     )
 
 

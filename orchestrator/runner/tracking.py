@@ -1,24 +1,24 @@
-"""Where metrics go: ``metrics.jsonl`` always, TensorBoard where it is wanted and installed."""
+"""Where metrics go: ``metrics.jsonl`` always, and every tracker that the job names."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from nightshift.config.tracking import TrackingConfig
+from orchestrator.runner.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
 
 
 class Tracking:
     """Writes metrics of steps and evaluations. NaN is written as null and never hides other values."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._writer: Any = None
-        if tensorboard:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self._trackers = trackers
 
     def log(self, step: int, metrics: dict[str, float], kind: str = "train") -> None:
         """Writes the metrics of one step; ``kind`` is "train" or "evaluation"."""
@@ -26,8 +26,9 @@ class Tracking:
         line = json.dumps({"step": step, "kind": kind, "time": time.time(), "metrics": clean})
         with self._path.open("a") as file:
             file.write(line + "\n")
-        if self._writer is not None:
-            self._tensorboard(step, clean)
+        known = {name: value for name, value in clean.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.log(step, known)
 
     def drop_after(self, step: int) -> None:
         """Removes the lines of steps after ``step``: a run that goes back writes them again."""
@@ -37,12 +38,8 @@ class Tracking:
         part = self._path.with_suffix(".tmp")
         part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         part.replace(self._path)
-        if self._writer is not None:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-            # TensorBoard leaves out what earlier files hold from this step on.
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        for tracker in self._trackers:
+            tracker.drop_after(step)
 
     def logged(self, kind: str) -> set[int]:
         """Steps whose metrics of this kind were written."""
@@ -60,13 +57,21 @@ class Tracking:
 
     def close(self) -> None:
         """Writes out what is buffered."""
-        if self._writer is not None:
-            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
 
-    def _tensorboard(self, step: int, metrics: dict[str, float | None]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
+def open_tracking(run_dir: Path, run_id: str, config: TrackingConfig) -> Tracking:
+    """The tracking that a job asks for.
+
+    Raises:
+        BadInputError: a tracker's package is not installed.
+    """
+    trackers: list[Tracker] = []
+    if config.tensorboard:
+        trackers.append(TensorBoardTracker(run_dir))
+    if config.wandb is not None:
+        trackers.append(WandbTracker(run_dir, run_id, config.wandb))
+    if config.mlflow is not None:
+        trackers.append(MlflowTracker(run_id, config.mlflow))
+    return Tracking(run_dir, trackers)

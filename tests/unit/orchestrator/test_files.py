@@ -40,7 +40,7 @@ def test_a_group_that_is_not_whole_is_none(tmp_path: Path) -> None:
 
 
 def test_o45_going_back_removes_the_lines_of_later_steps(tmp_path: Path) -> None:
-    tracking = Tracking(tmp_path, tensorboard=False)
+    tracking = Tracking(tmp_path)
     tracking.drop_after(0)
     for step in (1, 2, 3):
         tracking.log(step, {"reward/mean": 0.5, "loss": float("nan")})

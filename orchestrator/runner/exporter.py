@@ -1,0 +1,83 @@
+"""Serves a run's metrics while it goes on, and tells Prometheus where its processes are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nightshift.config import JobSpec
+from nightshift.wire.events import EventLog
+from orchestrator.api.metrics import TARGETS, RunMetrics, write_targets
+from orchestrator.runner.books import Books
+from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.group import GroupRunner
+from orchestrator.runner.pipeline import Pipeline
+from orchestrator.runner.readings import RunReader
+from orchestrator.runner.services import Services
+from orchestrator.runner.stepper import Stepper
+
+
+class Exporter:
+    """The metrics of one run; without a port nothing is counted or served."""
+
+    def __init__(self, spec: JobSpec, run_dir: Path, events: EventLog) -> None:
+        self.metrics: RunMetrics | None = None
+        self._spec = spec
+        self._run_dir = run_dir
+        self._events = events
+        self._address = ""
+
+    def start(self) -> None:
+        """Listens where the job gives a port, and counts the events from here on.
+
+        Raises:
+            BadInputError: the port is taken.
+        """
+        port = self._spec.resources.ports.metrics
+        if port is None:
+            return
+        self.metrics = RunMetrics(self._run_dir.name)
+        self._address = f"127.0.0.1:{self.metrics.serve(port)}"
+        self._events.listeners.append(self.metrics.on_event)
+        self._events.append("metrics", url=f"http://{self._address}/metrics")
+
+    def watch(
+        self,
+        services: Services,
+        total_steps: int,
+        *,
+        books: Books,
+        fleet: Fleet,
+        runner: GroupRunner,
+        stepper: Stepper,
+        pipeline: Pipeline,
+    ) -> None:
+        """Reads the run's state at each scrape from here on, and writes down where the run can be scraped."""
+        if self.metrics is None:
+            return
+        self.metrics.watch(
+            RunReader(
+                self._spec,
+                self._run_dir,
+                total_steps,
+                books=books,
+                fleet=fleet,
+                runner=runner,
+                stepper=stepper,
+                pipeline=pipeline,
+            )
+        )
+        servers = [urlsplit(address.url).netloc for address in services.rollout]
+        write_targets(
+            self._run_dir,
+            self._run_dir.name,
+            {"nightshift": [self._address], "nightshift-rollout": servers, "nightshift-ray": services.metrics},
+        )
+
+    def close(self) -> None:
+        """Ends the server; what Prometheus was told is taken back."""
+        if self.metrics is not None:
+            (self._run_dir / TARGETS).unlink(missing_ok=True)
+            if self.metrics.on_event in self._events.listeners:
+                self._events.listeners.remove(self.metrics.on_event)
+            self.metrics.close()
