@@ -89,8 +89,9 @@ class WandbTracker:
         self._run.log({"resumed_from_step": step, "step": step})
 
     def close(self) -> None:
-        """Ends the run; deadlines are W&B's own."""
+        """Ends the run and W&B's own process, which writes the file's last block when it ends."""
         self._run.finish()
+        _import("wandb").teardown()
 
 
 class MlflowTracker:

@@ -85,5 +85,5 @@ def test_mlflow_keeps_every_step_once_also_over_a_resume(tmp_path: Path, monkeyp
 
 
 def test_an_mlflow_that_does_not_answer_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="MLflow at http://127.0.0.1:9 does not answer"):
+    with pytest.raises(BadInputError, match=r"MLflow at http://127\.0\.0\.1:9 does not answer"):
         open_tracking(tmp_path, "run-1", TrackingConfig(tensorboard=False, mlflow="http://127.0.0.1:9"))
