@@ -14,7 +14,7 @@ SETUP := PYTHON="$(PYTHON)" NIGHTSHIFT_PIP_ARGS="$(PIP_ARGS)" bash scripts/setup
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev data demo harder test test-unit test-integration lint format bench docs proto lock clean
+.PHONY: help venv venv-dev data demo harder test test-unit test-integration lint format bench docs dashboards proto lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench: $(DEV_STAMP) ## measure; never part of a test run
 docs: $(DEV_STAMP) ## write docs/configuration.md and the tables of docs/observability.md
 	$(BIN)/python scripts/configuration_reference.py
 	$(BIN)/python scripts/metrics_reference.py
+
+dashboards: $(DEV_STAMP) ## write Grafana's dashboards from deploy/grafana
+	$(BIN)/python -m deploy.grafana.build
 
 proto: $(DEV_STAMP) ## write the gRPC stubs from proto/
 	PYTHON=$(BIN)/python bash proto/generate.sh

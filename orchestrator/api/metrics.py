@@ -58,6 +58,10 @@ class RunMetrics:
                     metric.name, metric.help, names, registry=self.registry
                 )
             self._metrics[metric.name] = made
+            if metric.kind == "counter" and len(metric.labels) == 1:
+                # From the start, so that a rate sees the first one.
+                for value in metrics.LABELS[metric.labels[0]].values:
+                    made.labels(**self._run, **{metric.labels[0]: value})
         self._state = StateCollector(self._run, self._bound)
         self.registry.register(self._state)
         ProcessCollector(registry=self.registry)

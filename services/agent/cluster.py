@@ -43,6 +43,8 @@ class RayCluster:
         self._gpus = gpus
         self._object_store_mib = object_store_mib
         self._environment = dict(environment)
+        #: host:port of Ray's own metrics, for Prometheus; known once it has started.
+        self.metrics: list[str] = []
         self._folder: Path | None = None
         self._processes: dict[str, int] = {}
 
@@ -90,6 +92,9 @@ class RayCluster:
                 role="agent",
                 fix=f"See {self._logs}",
             ) from error
+        self.metrics = [
+            f"127.0.0.1:{node['MetricsExportPort']}" for node in ray.nodes() if node.get("MetricsExportPort")
+        ]
         self._processes = {name: pid for pid in keeper.descendants(os.getpid()) if (name := _program(pid)) in _VITAL}
 
     def failure(self) -> str:

@@ -239,6 +239,7 @@ class Supervisor:
             "reference": deployed.get("reference"),
             "critic": deployed.get("critic"),
             "trainer": self._trainer.entry() if self._trainer else None,
+            "metrics": self._cluster.metrics if self._cluster else [],
         }
         descriptor, name = tempfile.mkstemp(prefix=".services-", dir=self._run_dir)  # mode 600
         with os.fdopen(descriptor, "w") as file:

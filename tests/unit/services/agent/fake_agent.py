@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from nightshift.wire.errors import BadInputError, RoleError
 from services.agent.parts import Parts
@@ -97,6 +98,8 @@ class FakeParts(Parts):
         parts = self
 
         class Cluster:
+            metrics: ClassVar[list[str]] = ["127.0.0.1:7"]
+
             def start(self):
                 # As Ray's: whose handler answers SIGTERM until the agent's is back.
                 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))

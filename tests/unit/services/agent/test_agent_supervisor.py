@@ -102,6 +102,7 @@ def test_it_starts_all_roles_writes_their_addresses_and_ends_in_order(agent, num
     assert services["rewards"][0]["application"] == "reward-f"
     assert services["trainer"] == {"url": "grpc://trainer", "incarnation": "1"}
     assert services["reference"] is services["critic"] is None
+    assert services["metrics"] == ["127.0.0.1:7"]
     assert oct(run.store.stat().st_mode)[-3:] == "700"
     pids = descendants(run.process.pid)
     assert len(pids) == 2
