@@ -138,16 +138,16 @@ class Job:
             await asyncio.to_thread(telemetry.shutdown)
             await receiver.stop()
 
-    async def _once(
-        self, inputs: Inputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool
-    ) -> bool:
+    async def _once(self, inputs: Inputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool) -> bool:
         """An attempt from the newest checkpoint on; notes in ``losses`` where it lost its trainer."""
         spec, checkpoints = self.spec, Checkpoints(self.run_dir)
         store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
         start = find_start(self.run_id, store, checkpoints, self.events, resume=resume)
         books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
         tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
-        attempt = self._attempt = Attempt(spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing, exporter)
+        attempt = self._attempt = Attempt(
+            spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing, exporter
+        )
         try:
             await books.save_run(start.lineage, start.job_trace_id, "running")
             timeout = spec.rollout.start_timeout_s + spec.scorers.start_timeout_s + spec.trainer.start_timeout_s
