@@ -80,6 +80,33 @@ def write_job(folder: Path, model: Path, /, steps: int, **overrides: Any) -> Pat
     return path
 
 
+def run_whole(job: Path, folder: Path, *arguments: str, timeout_s: float = 240.0) -> str:
+    """``nightshift run`` to the job's end, in a folder of its own or, with ``--resume``, in one that is there.
+
+    Returns:
+        What the command wrote.
+
+    Raises:
+        RuntimeError: it failed; quotes the end of its output.
+    """
+    where = ["--resume", str(folder)] if folder.exists() else ["--run-dir", str(folder)]
+    command = [sys.executable, "-m", "nightshift.cli.main", "run", str(job), *where, *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command,
+        cwd=job.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stdout[-3000:]}")
+    return done.stdout
+
+
 def run_steps(job: Path, steps: int, timeout_s: float) -> tuple[Path, list[dict[str, Any]], str]:
     """``nightshift run`` until so many steps are logged; then it is ended without a checkpoint.
 

@@ -1,8 +1,9 @@
 """Speed of whole jobs through ``nightshift run`` on one GPU.
 
-python -m tests.gpu.measure MODEL WORK [--staleness 1 0] [--steps 8] [--warm 3] [key=value ...]
+python -m tests.gpu.measure MODEL WORK [--staleness 1 0] [--rounds 1] [--steps 8] [--warm 3]
 
-Each staleness bound is a run of its own; steps after the warm-up count. Prints one JSON line a run.
+Each staleness bound is a run of its own, in alternation where there are several rounds; steps after the warm-up count.
+Prints one JSON line a run, and after several rounds the ratios of the first bound to each other one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,17 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0])
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240.0)
+    parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further run begins")
     arguments = parser.parse_args()
-    for bound in arguments.staleness:
+    began = time.monotonic()
+    rates: dict[int, list[float]] = {bound: [] for bound in arguments.staleness}
+    for bound in arguments.staleness * arguments.rounds:
+        if time.monotonic() - began > arguments.until:
+            break
         job = write_job(
             arguments.work / f"eta{bound}",
             arguments.model,
@@ -90,8 +98,15 @@ def main() -> None:
             continue
         found = summary(events, arguments.warm, arguments.model)
         warnings = [event["message"][:200] for event in events if event["kind"] == "warning"]
+        rates[bound].append(found["samples_per_second"])
         print(json.dumps({"eta": bound, **found, "warnings": warnings}), flush=True)
         (arguments.work / f"eta{bound}.out").write_text(output)
+    first = rates[arguments.staleness[0]]
+    for bound in arguments.staleness[1:]:
+        pairs = [round(one / other, 3) for one, other in zip(first, rates[bound], strict=False)]
+        if pairs:
+            ratio = round(statistics.median(pairs), 3)
+            print(json.dumps({"eta": [arguments.staleness[0], bound], "ratios": pairs, "median": ratio}), flush=True)
 
 
 if __name__ == "__main__":
