@@ -118,6 +118,15 @@ def ledger(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
 
 @app.command()
 @command
+def audit(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+    """Check from manifests, stored rollouts and the servers' own logs that nothing was lost or trained twice."""
+    from nightshift.cli.audit import show_audit
+
+    return show_audit(run, runs_dir, as_json=json)
+
+
+@app.command()
+@command
 def report(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
     """Compare a run's step time with the model's, show who was idle, and say what to change."""
     from nightshift.cli.report_command import show_report

@@ -62,6 +62,12 @@ class RequestLogger:
         """Whether anything is written."""
         return self._file is not None
 
+    def close(self) -> None:
+        """Ends the log."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
     def taken(self, version: str) -> None:
         """Notes weights that the server computes with from here on."""
         self._write(Taken(version))
@@ -79,8 +85,7 @@ class RequestLogger:
             os.write(self._file, line)
         except OSError as error:
             logger.error("the request log cannot be written (%s): what is served from here on is not proven", error)
-            os.close(self._file)
-            self._file = None
+            self.close()
 
 
 class ResponseLog:

@@ -213,7 +213,7 @@ async def test_a_server_that_leaves_costs_nothing_but_its_speed(tmp_path: Path) 
 
 async def test_a_server_that_joins_gets_the_weights_before_it_gets_work(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=40, token_s=0.006) as run:
-        late = FakeEngine(run.engine.store, "rollout-late", token_s=0.006)
+        late = FakeEngine(run.engine.store, "rollout-late", token_s=0.006, logs=run.engine.logs)
 
         async def watch(job: Job) -> None:
             await run.until(lambda: len(run.updates) >= 2, "two updates")

@@ -1,6 +1,7 @@
 """The fake engine: a server on loopback that speaks vLLM's generate and weight routes (fixture E), and our own route.
 
-It samples from the toy policy, keeps a weight version, a prefix cache and its queue, and writes down every request.
+It samples from the toy policy, keeps a weight version, a prefix cache and its queue, and writes down every request: in
+memory for the tests, and what it served in the request log of the real server.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from nightshift.wire.request_log import log_path
+from services.rollout.request_log import RequestLogger
 from tests.fakes import choices, frames, policy
 from tests.fakes.faults import Fault, Faults
 from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Request, body_of
@@ -51,6 +54,7 @@ class FakeEngine:
         vllm: version that it is; says which routes it has.
         route: whether our middleware is in it.
         missing: routes that it lacks all the same, for want of a flag.
+        logs: folder of its request log; None: it has none.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class FakeEngine:
         vllm: str = "0.32.0",
         route: bool = True,
         missing: frozenset[str] = frozenset(),
+        logs: Path | None = None,
     ) -> None:
         self.name = name
         self.store = store
@@ -71,6 +76,7 @@ class FakeEngine:
         self.vllm = vllm
         self.route = route
         self.missing = missing
+        self.logs = logs
         self.faults = Faults()
         self.route_faults = Faults()
         self.requests: list[Request] = []
@@ -81,6 +87,7 @@ class FakeEngine:
         self.port = 0
         self.alive = False
         self._server: uvicorn.Server | None = None
+        self._log = RequestLogger(None)
         self._reset()
 
     # Life of the process ----------------------------------------------------------------------------------------------
@@ -88,6 +95,7 @@ class FakeEngine:
     async def start(self) -> None:
         """Starts a process: a new incarnation with the base weights, on the port of the one before."""
         self._reset()
+        self._log = RequestLogger(self.logs and log_path(self.logs, self.name), self.name, self.incarnation)
         # The protocol is named so that asyncio turns Nagle's algorithm off, which would delay each answer by 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,6 +125,7 @@ class FakeEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._log.close()
 
     stop = kill
 
@@ -191,6 +200,7 @@ class FakeEngine:
         if self.keep:
             self.requests.append(request)
         if request.is_sample:
+            request.log = self._log.response(request.request_id, request.prompt_ids)
             fault = self.faults.take(request.request_id, request)
         else:
             fault = self.route_faults.take(request.path, request)
@@ -205,6 +215,8 @@ class FakeEngine:
             if request.disconnected and not (fault and fault.kind == "late"):
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
+                if request.is_sample and self.alive:
+                    request.log.close()
                 return
             status, answer = await work
             started = await streaming
@@ -334,6 +346,7 @@ class FakeEngine:
                 self._session = None
                 if not (fault and fault.kind == "ignore_version"):
                     self.version = str(request.body["weight_version"])
+                self._log.taken(self.version)
                 async with self._pushed:
                     self._pushed.notify_all()
             case _:
@@ -396,7 +409,9 @@ class FakeEngine:
         if request.framed:
             spans = VLLM[self.vllm]["spans"]
             return frames.last(request, answered, finish, spans, fault)  # type: ignore[return-value]
-        choice = choices.spoil(choices.choice(request.tokens, request.logprobs, request.labels, finish), fault)
+        choice = choices.choice(request.tokens, request.logprobs, request.labels, finish)
+        request.log.choice(choice)
+        choice = choices.spoil(choice, fault)
         usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(choice["token_ids"])}
         return {
             "request_id": f"generate-tokens-{answered}",

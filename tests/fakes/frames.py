@@ -39,7 +39,7 @@ def _frame(request: Request, answered: str) -> Frame:
 
 def part(request: Request) -> bytes:
     """A frame before the end, of what has not been sent."""
-    return pack_frame(_frame(request, request.request_id))
+    return pack_frame(request.log.frame(_frame(request, request.request_id)))
 
 
 def last(request: Request, answered: str, finish: str, counted: bool, fault: Fault | None) -> bytes:
@@ -48,7 +48,7 @@ def last(request: Request, answered: str, finish: str, counted: bool, fault: Fau
     Args:
         counted: whether vLLM's own count of the versions comes with it.
     """
-    frame = replace(_frame(request, answered), finish_reason=finish)
+    frame = request.log.frame(replace(_frame(request, answered), finish_reason=finish))
     if counted:
         frame = replace(frame, engine_versions=spans(request.labels))
     return pack_frame(_spoiled(frame, fault.kind if fault else ""))

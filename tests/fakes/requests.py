@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nightshift.wire import codec
+from services.rollout.request_log import RequestLogger, ResponseLog
 
 GENERATE = "/inference/v1/generate"
 ROUTE = "/nightshift/v1/generate"
@@ -39,6 +40,7 @@ class Request:
     labels: list[str] = field(default_factory=list)  # version of each token
     sent: int = 0  # tokens that have left in frames
     fault: str = ""
+    log: ResponseLog = field(default_factory=lambda: RequestLogger(None).response("", ()))
     outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
 
     @property

@@ -96,7 +96,7 @@ class FakeRun:
         write_resolved(self.spec, self.run_dir / "job.yaml")
 
     def _engine(self, store: Path, name: str, *, token_s: float, route: bool) -> FakeEngine:
-        return FakeEngine(store, name, token_s=token_s, route=route)
+        return FakeEngine(store, name, token_s=token_s, route=route, logs=self.run_dir / "logs")
 
     def _scorers(self) -> FakeScorers:
         return FakeScorers()
