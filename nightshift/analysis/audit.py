@@ -50,7 +50,7 @@ class _Auditor:
         self._check_steps()
         self._account()
         stored: set[int] = set()
-        for step, rows in self._evidence.rows():
+        for step, rows in self._evidence.rollouts:
             stored.add(step)
             if step > self._found.step:
                 self._found.uncommitted.append(step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,28 +61,14 @@ class Evidence:
     Attributes:
         manifests: of all commits, also of those whose checkpoint is gone.
         newest: the commit that holds the final weights.
-        rollouts: folder of the stored rollouts.
+        rollouts: step and stored samples of each step in order; read as they are walked over.
         log: what the servers wrote down.
     """
 
     manifests: list[Manifest]
     newest: Manifest
-    rollouts: Path
+    rollouts: Iterable[tuple[int, list[Row]]]
     log: RequestLog
-
-    def stored_steps(self) -> dict[int, Path]:
-        """The file of each step, in order."""
-        found = {int(match[1]): path for path in self.rollouts.glob("*") if (match := _STEP.fullmatch(path.name))}
-        return dict(sorted(found.items()))
-
-    def rows(self) -> Iterator[tuple[int, list[Row]]]:
-        """The rows of each step's file, in order.
-
-        Raises:
-            BadInputError: a file cannot be read.
-        """
-        for step, path in self.stored_steps().items():
-            yield step, read_rows(path)
 
 
 def load(run_dir: Path) -> Evidence:
@@ -104,9 +90,15 @@ def load(run_dir: Path) -> Evidence:
     return Evidence(
         manifests=[known[key] for key in sorted(known)],
         newest=max(committed, key=lambda manifest: int(manifest["step"])),
-        rollouts=run_dir / "rollouts",
+        rollouts=_stored(run_dir / "rollouts"),
         log=read_logs(run_dir / "logs"),
     )
+
+
+def _stored(folder: Path) -> Iterator[tuple[int, list[Row]]]:
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _STEP.fullmatch(path.name))}
+    for step, path in sorted(found.items()):
+        yield step, read_rows(path)
 
 
 def read_rows(path: Path) -> list[Row]:
