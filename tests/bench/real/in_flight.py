@@ -90,7 +90,14 @@ def show(record: Record) -> str:
                 [run["report"]["slots"]["occupancy"] for run in runs],
             )
         )
-    head = ("weight_update", "tokens/s, each run", "beside drain", "s a step", "s without a token", "s from pause to resume")
+    head = (
+        "weight_update",
+        "tokens/s, each run",
+        "beside drain",
+        "s a step",
+        "s without a token",
+        "s from pause to resume",
+    )
     return table((*head, "s between tokens", "u"), rows)
 
 

@@ -155,7 +155,9 @@ def show(record: Record) -> str:
         (
             run["arm"],
             run["round"],
-            " ".join(f"{seconds:.0f}:{reward:.2f}" for seconds, reward in zip(run["seconds"], run["rewards"], strict=True)),
+            " ".join(
+                f"{seconds:.0f}:{reward:.2f}" for seconds, reward in zip(run["seconds"], run["rewards"], strict=True)
+            ),
         )
         for run in record.runs
     ]

@@ -98,7 +98,16 @@ def show(record: Record, arms: list[str]) -> str:
                 f"{busy['rollout']:.0%}, {busy['trainer']:.0%}",
             )
         )
-    head = ("max_staleness", "s a step, each run", "median", "sync / this", "predicted", "off", "pace", "idle: rollout, trainer")
+    head = (
+        "max_staleness",
+        "s a step, each run",
+        "median",
+        "sync / this",
+        "predicted",
+        "off",
+        "pace",
+        "idle: rollout, trainer",
+    )
     text = table(head, rows)
     if alone is not None:
         text += (

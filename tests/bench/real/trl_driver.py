@@ -21,11 +21,11 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-import torch  # noqa: E402
-from datasets import Dataset, fingerprint  # noqa: E402
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
+import torch
+from datasets import Dataset, fingerprint
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 
-from tests.bench.real.lengths import Lengths  # noqa: E402
+from tests.bench.real.lengths import Lengths
 
 
 class ForcedEnds(LogitsProcessor):

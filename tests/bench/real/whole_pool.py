@@ -96,9 +96,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=128)
     arguments = parser.parse_args()
     record = Record(arguments.out)
-    record.go(
-        arguments.arms, arguments.rounds, arguments.most, lambda arm, number: measure(arguments, arm, number)
-    )
+    record.go(arguments.arms, arguments.rounds, arguments.most, lambda arm, number: measure(arguments, arm, number))
     print(show(record, arguments.arms))
 
 
