@@ -9,6 +9,7 @@ push: from the last token before it to the first one after it, as they leave the
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def pauses(tokens: Sequence[float], pushes: Sequence[Interval]) -> list[float]:
     """For each push with tokens before and after it, the longest gap between two tokens that touches it, in seconds."""
     found = []
     for start, end in pushes:
-        gaps = [b - a for a, b in zip(tokens, tokens[1:], strict=False) if a < end and b > start]
+        gaps = [b - a for a, b in itertools.pairwise(tokens) if a < end and b > start]
         if gaps:
             found.append(max(gaps))
     return found
@@ -68,7 +69,7 @@ def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
         "pause": statistics.median(gaps),
         "pauses": [round(gap, 3) for gap in gaps],
         # Between two tokens without a push: what a pause is seen against.
-        "usual_gap": statistics.median(b - a for a, b in zip(within, within[1:], strict=False) if b - a > 0.005),
+        "usual_gap": statistics.median(b - a for a, b in itertools.pairwise(within) if b - a > 0.005),
     }
 
 

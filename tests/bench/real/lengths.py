@@ -1,4 +1,4 @@
-"""Forced response lengths from a lognormal distribution, the same for the same sample in every arm. Standard library."""
+"""Forced response lengths, lognormal, the same for the same sample in every arm. Standard library."""
 
 from __future__ import annotations
 
