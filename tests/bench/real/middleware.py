@@ -1,9 +1,9 @@
 """ASGI middleware in front of vLLM's server that forces the length of each response: for benches alone.
 
-``rollout.extra_args=[--middleware,tests.bench.real.middleware.ForcedLengths]`` puts it outside the guard. The
-length comes from the sample's name, so that every arm draws as many tokens of it; a response that goes on elsewhere gets
-what is left of them. With ``NIGHTSHIFT_BENCH_FRAMES`` each token leaves as soon as it is seen, and the moments at which
-tokens leave are written to that file, one ``unix-seconds sample`` a line.
+``rollout.extra_args=[--middleware,tests.bench.real.middleware.ForcedLengths]`` puts it outside the guard. The length
+comes from the sample's name, so that every arm draws as many tokens of it; a response that goes on elsewhere gets
+what is left of them. With ``NIGHTSHIFT_BENCH_FRAMES`` each token leaves as soon as it is seen, and the moments at
+which tokens leave are written to that file, one ``unix-seconds sample`` a line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ForcedLengths:
         text = os.environ.get(VARIABLE, "")
         self._lengths = Lengths.from_text(text) if text else None
         path = os.environ.get(FRAMES_VARIABLE, "")
-        self._frames = Path(path).open("a", buffering=1) if path else None
+        self._frames = Path(path).open("a", buffering=1) if path else None  # noqa: SIM115 open as long as the server
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Changes what is asked for of a sample; passes everything else on."""

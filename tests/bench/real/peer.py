@@ -2,10 +2,10 @@
 
 python -m tests.bench.real.peer --peer-python PEER/bin/python --out FILE.json --task short|long [--rounds 3] [--most 1]
 
-PEER is a virtual environment with trl 1.16.0 and its dependencies, outside the repository. ``short`` is the demo's task
-with its own answers; ``long`` forces lognormal lengths (mean 64, at most 256 tokens) in all arms. An arm of TRL is named
-by weights, ``+amp`` for bfloat16 products, and its attention; ``nightshift`` is the demo's job, and ``nightshift+bf16`` the
-same with a bfloat16 server.
+PEER is a virtual environment with trl 1.16.0 and its dependencies, outside the repository. ``short`` is the demo's
+task with its own answers; ``long`` forces lognormal lengths (mean 64, at most 256 tokens) in all arms. An arm of TRL
+is named by weights, ``+amp`` for bfloat16 products, and its attention; ``nightshift`` is the demo's job, and
+``nightshift+bf16`` the same with a bfloat16 server.
 """
 
 from __future__ import annotations

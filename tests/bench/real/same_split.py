@@ -2,9 +2,9 @@
 
 python -m tests.bench.real.same_split --out FILE.json [--rounds 3] [--most 1] [--judge] [key=value ...]
 
-Arms differ in ``pipeline.max_staleness`` alone: eta0, eta1, eta2. The lengths are forced from a lognormal and equal in all
-arms. With ``--judge`` the reward comes from a remote judge, which answers each call after ``--judge-seconds``. The
-prediction of an asynchronous step takes the stage times of the synchronous runs, where each stage works alone.
+Arms differ in ``pipeline.max_staleness`` alone: eta0, eta1, eta2. The lengths are forced from a lognormal and equal
+in all arms. With ``--judge`` the reward comes from a remote judge, which answers each call after ``--judge-seconds``.
+The prediction of an asynchronous step takes the stage times of the synchronous runs, where each stage works alone.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 python -m tests.bench.real.sleeping --out FILE.json [--rounds 3] [--most 1]
 
 Generation, judge and update each take as long as they are told, so that the model has to be right to within what the
-orchestrator itself costs. Arms: ``two-N`` with generation and training, ``three-N`` with a judge as well, N the bound. The
-prediction comes from the stage times of the synchronous arm.
+orchestrator itself costs. Arms: ``two-N`` with generation and training, ``three-N`` with a judge as well, N the
+bound. The prediction comes from the stage times of the synchronous arm.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python -m tests.bench.real.whole_pool --out FILE.json --task long|demo [--rounds 3] [--most 1] [key=value ...]
 
-``pool`` runs max_staleness 0 with both cores for generation and then for training; ``eta1`` and ``eta2`` generate on core
-0 and train on core 1. ``long`` forces lognormal lengths; ``demo`` is the demo's task with its own answers, for
+``pool`` runs max_staleness 0 with both cores for generation and then for training; ``eta1`` and ``eta2`` generate on
+core 0 and train on core 1. ``long`` forces lognormal lengths; ``demo`` is the demo's task with its own answers, for
 the reward of both arms. A round is a seed.
 """
 
