@@ -106,10 +106,11 @@ def _bound(times: StageTimes, setting: Setting, limit: speedup.Limit, ages: Stal
     bound, needed = setting.max_staleness, speedup.staleness_needed(times)
     if bound is not None and bound < needed:
         lines = []
-        now = speedup.step_seconds(times, bound)
+        now = best = speedup.step_seconds(times, bound)
         for other in sorted({min(bound + 1, needed), needed}):
             then = speedup.step_seconds(times, other)
-            if then < (1 - _GAIN) * now:
+            if then < (1 - _GAIN) * best:
+                best = then
                 lines.append(
                     f"pipeline.max_staleness {other} in place of {bound} would make a step {then:.2f} s long by the "
                     f"model, {now / then:.2f} times as fast, with samples up to {other} versions old. Stages that "
