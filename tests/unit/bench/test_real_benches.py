@@ -23,7 +23,8 @@ def test_forced_lengths_have_the_mean_that_was_asked_for(mean, sigma, longest):
 def test_forced_lengths_depend_on_the_sample_and_the_seed_alone():
     lengths = Lengths()
     assert Lengths.from_text(lengths.to_text()) == lengths
-    assert lengths.batch(3, 8, 4) == [lengths.of(f"g{group:07d}.{slot}") for group in range(24, 32) for slot in range(4)]
+    named = [f"g{group:07d}.{slot}" for group in range(24, 32) for slot in range(4)]
+    assert lengths.batch(3, 8, 4) == [lengths.of(sample) for sample in named]
     assert lengths.batch(0, 8, 4) != Lengths(seed=1).batch(0, 8, 4)
 
 
