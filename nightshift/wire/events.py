@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -16,10 +17,13 @@ Event = dict[str, Any]
 _RESERVED = frozenset({"time", "kind", "run_id"})
 _POLL_S = 0.1
 _CHUNK = 1 << 20
+#: How long an event may wait for others.
+_SOON_S = 0.1
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class EventLog:
-    """Appends events to a file. Several processes may append to one file: each event is a single write.
+    """Appends events to a file. Several processes may append to one file: events are written whole.
 
     A line that a killed process left unfinished is closed first, so that it spoils no later event.
     """
@@ -31,6 +35,9 @@ class EventLog:
         self.listeners: list[Callable[[Event], None]] = []
         self._run_id = run_id
         self._clock = clock
+        self._held: list[bytes] = []  # lines that are not written yet
+        self._told: list[Event] = []  # the same events, for the listeners
+        self._timer: asyncio.TimerHandle | None = None
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -43,18 +50,51 @@ class EventLog:
             ValueError: a field is named time, kind or run_id.
             TypeError: a value has no JSON form; the message names the field's type.
         """
-        if clash := _RESERVED & fields.keys():
-            raise ValueError(f"event {kind!r}: the fields {sorted(clash)} are set by the log")
-        event: Event = plain({"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields})
-        text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        data = (text + "\n").encode(errors="replace")  # lone surrogates have no UTF-8 form
+        self._held.append(self._line(kind, fields))
+        self.flush()
+
+    def append_soon(self, kind: str, **fields: Any) -> None:
+        """Writes one event together with those that follow it: at the next :meth:`append`, or a moment later.
+
+        For events of which there are many. Without a running event loop it is written at once.
+        """
+        self._held.append(self._line(kind, fields))
+        if self._timer is None:
+            try:
+                self._timer = asyncio.get_running_loop().call_later(_SOON_S, self.flush)
+            except RuntimeError:
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what is held, in one go."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held = self._held, []
+        told, self._told = self._told, []
+        data = b"".join(held) if self._fd >= 0 else b""
         while data:  # a regular file takes all at once; only a full disk or a signal leaves a rest
             data = data[os.write(self._fd, data) :]
-        for listener in self.listeners:
-            listener(event)
+        for event in told if self.listeners else ():
+            for listener in self.listeners:
+                listener(event)
+
+    def _line(self, kind: str, fields: Event) -> bytes:
+        if clash := _RESERVED & fields.keys():
+            raise ValueError(f"event {kind!r}: the fields {sorted(clash)} are set by the log")
+        event = {"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields}
+        try:
+            text = _ENCODER.encode(event)
+        except (TypeError, ValueError):  # it holds something that JSON has no form of
+            event = plain(event)
+            text = _ENCODER.encode(event)
+        if self.listeners:
+            self._told.append(event)
+        return (text + "\n").encode(errors="replace")  # lone surrogates have no UTF-8 form
 
     def close(self) -> None:
         """Closes the file; closing twice is harmless."""
+        self.flush()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

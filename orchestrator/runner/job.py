@@ -111,7 +111,7 @@ class Job:
 
     async def _run(self, resume: bool) -> bool:
         spec = self.spec
-        receiver = TraceReceiver(lambda span: self.events.append("span", **span), spec.tracking.otlp_endpoint)
+        receiver = TraceReceiver(lambda span: self.events.append_soon("span", **span), spec.tracking.otlp_endpoint)
         await receiver.start(self._otlp_port)
         exporter = Exporter(spec, self.run_dir, self.events)
         try:
@@ -123,7 +123,7 @@ class Job:
                 "orchestrator",
                 spec.tracking.otlp_endpoint,
                 self.run_id,
-                [SpanEvents(lambda span: self.events.append("span", **span))],
+                [SpanEvents(lambda span: self.events.append_soon("span", **span))],
             )
             losses = Losses()
             while True:
