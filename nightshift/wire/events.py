@@ -75,7 +75,7 @@ class EventLog:
         data = b"".join(held) if self._fd >= 0 else b""
         while data:  # a regular file takes all at once; only a full disk or a signal leaves a rest
             data = data[os.write(self._fd, data) :]
-        for event in told if self.listeners else ():
+        for event in told:
             for listener in self.listeners:
                 listener(event)
 

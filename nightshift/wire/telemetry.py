@@ -136,7 +136,10 @@ def trace_context_of(span: trace.Span) -> TraceContext:
 
 def traceparent_of(span: trace.Span) -> str:
     """The ``traceparent`` that makes a callee's spans children of ``span``; empty for a span without valid ids."""
-    return trace_context_of(span).traceparent if span.get_span_context().is_valid else ""
+    ids = span.get_span_context()
+    if not ids.is_valid:
+        return ""
+    return f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags & trace.TraceFlags.SAMPLED:02x}"
 
 
 def link_to(trace_id: str, span_id: str) -> trace.Link:

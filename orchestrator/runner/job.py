@@ -26,7 +26,7 @@ from orchestrator.runner.ledger import Ledger
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.services import TrainerAddress, wait_for_services
 from orchestrator.runner.start import find_start
-from orchestrator.runner.tracing import SpanEvents, Tracing
+from orchestrator.runner.tracing import Tracing, run_tracer
 from orchestrator.runner.trainer import TrainerLostError
 from orchestrator.store.state import StateStore
 
@@ -119,12 +119,7 @@ class Job:
             inputs = load_inputs(spec)
             for message in inputs.train.warnings:
                 self.events.append("warning", role="job", message=message)
-            tracer = telemetry.setup(
-                "orchestrator",
-                spec.tracking.otlp_endpoint,
-                self.run_id,
-                [SpanEvents(lambda span: self.events.append_soon("span", **span))],
-            )
+            tracer = run_tracer(self.run_id, self.events, spec.tracking.otlp_endpoint)
             losses = Losses()
             while True:
                 try:

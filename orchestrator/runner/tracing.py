@@ -12,7 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import Span, Tracer
 
 from nightshift.wire import telemetry
+from nightshift.wire.events import EventLog
 from nightshift.wire.trace import TraceContext, new_span_id
+from orchestrator.runner.light_spans import LightTracer
 
 ROLE = "orchestrator"
 
@@ -48,11 +50,22 @@ class SpanEvents(SpanProcessor):
         )
 
 
+def run_tracer(run_id: str, events: EventLog, otlp_endpoint: str | None) -> Tracer:
+    """What makes the run's own spans, each of which becomes an event: the SDK only where they are exported as well."""
+
+    def sink(span: dict[str, Any]) -> None:
+        events.append_soon("span", **span)
+
+    if not otlp_endpoint:
+        return LightTracer(sink, ROLE)
+    return telemetry.setup(ROLE, otlp_endpoint, run_id, [SpanEvents(sink)])
+
+
 class Tracing:
     """Makes the spans of one run.
 
     Args:
-        tracer: from :func:`nightshift.wire.telemetry.setup`.
+        tracer: from :func:`run_tracer`.
         job: the job's trace; its span id is the parent of the job's own spans.
     """
 
