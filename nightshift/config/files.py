@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nightshift.config.functions import (
@@ -61,6 +62,32 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
     spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())
     spec.resources.weight_store = absolute(spec.resources.weight_store, Path.cwd())
     return problems if check else []
+
+
+def local_files(spec: JobSpec) -> Iterator[tuple[str, str, Callable[[str], None]]]:
+    """Field, path and setter of every file that a job names beside its models: what travels with a submission."""
+
+    def listed(files: list[str], at: int) -> Callable[[str], None]:
+        return lambda text: files.__setitem__(at, text)
+
+    def member(owner: object, name: str, suffix: str = "") -> Callable[[str], None]:
+        return lambda text: setattr(owner, name, f"{text}{suffix}")
+
+    for key in ("train_files", "test_files"):
+        files: list[str] = getattr(spec.data, key)
+        for at, text in enumerate(files):
+            yield f"data.{key}[{at}]", text, listed(files, at)
+    template = spec.data.chat_template
+    if template is not None and template not in CHAT_TEMPLATES:
+        yield "data.chat_template", template, member(spec.data, "chat_template")
+    for at, reward in enumerate(spec.rewards):
+        function = getattr(reward, "function", None)
+        if isinstance(function, str) and ":" in function:
+            path, _, name = function.rpartition(":")
+            yield f"rewards[{at}].function", path, member(reward, "function", f":{name}")
+    if ":" in spec.algorithm.estimator:
+        path, _, name = spec.algorithm.estimator.rpartition(":")
+        yield "algorithm.estimator", path, member(spec.algorithm, "estimator", f":{name}")
 
 
 def reward_reads(spec: JobSpec) -> set[str]:

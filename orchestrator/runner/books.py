@@ -62,8 +62,8 @@ class Books:
         Raises:
             FencedError: another process drives the run now; this one may not commit.
         """
-        await self._save()
         await self._do(lambda: self._store.check_fence(self._run_id))
+        await self._save()  # last: nothing may be noted between it and the commit
 
     async def _save(self) -> None:
         async with self._saving:

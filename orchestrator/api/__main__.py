@@ -1,0 +1,161 @@
+"""``python -m orchestrator.api``: the job service as a process; ``nightshift up`` becomes it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
+
+from nightshift.wire.errors import BadInputError, NightshiftError
+from orchestrator.api.app import make_app
+from orchestrator.api.config import ServiceConfig
+from orchestrator.api.service import Service
+
+TOKEN_FILE = "admin-token"
+_GRACE_S = 5
+
+
+def main() -> int:
+    """Serves until it is stopped; the exit code is that of the command line."""
+    parser = argparse.ArgumentParser(prog="nightshift up")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8700)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--allow-path", type=Path, action="append", default=[])
+    parser.add_argument("--no-token", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--command", default="", help=argparse.SUPPRESS)  # JSON; for tests
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        return _serve(arguments)
+    except NightshiftError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except SQLAlchemyError as error:
+        print(f"error: [orchestrator] the database does not answer: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or ''} {error.strerror}".replace("  ", " "), file=sys.stderr)
+        return 1
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.no_token and not is_loopback(arguments.host):
+        raise BadInputError(
+            f"--no-token serves whoever reaches the port, and {arguments.host} is not loopback",
+            fix="Leave --no-token out, or use --host 127.0.0.1",
+        )
+    data_dir: Path = arguments.data_dir.expanduser().resolve()
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(data_dir):
+        settings = {"command": json.loads(arguments.command)} if arguments.command else {}
+        config = ServiceConfig(
+            data_dir=data_dir,
+            database_url=os.environ.get("NIGHTSHIFT_DATABASE_URL", ""),
+            require_token=not arguments.no_token,
+            allowed=[path.expanduser().resolve() for path in arguments.allow_path],
+            at_once=arguments.at_once,
+            **settings,
+        )
+        listening = _listen(arguments.host, arguments.port)
+        service = Service(config)
+        _keep_token(service, data_dir / TOKEN_FILE)
+        name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        url = f"http://{name}:{listening.getsockname()[1]}"
+        server = _Server(
+            uvicorn.Config(
+                make_app(service),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+                server_header=False,
+            ),
+            lambda: _announce(url, data_dir, arguments),
+        )
+        asyncio.run(server.serve([listening]))
+        left = service.scheduler.driven
+        if left:
+            print(f"{len(left)} jobs go on; start the service again to follow them", file=sys.stderr)
+    return 0
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: object) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says that it listens, once it does."""
+        await super().startup(sockets)
+        if self.started and callable(self._ready):
+            self._ready()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host to listen on is reachable from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _announce(url: str, data_dir: Path, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        token = None if arguments.no_token else str(data_dir / TOKEN_FILE)
+        print(json.dumps({"kind": "service", "url": url, "token_file": token, "pid": os.getpid()}), flush=True)
+        return
+    print(f"listening on {url}; data in {data_dir}", flush=True)
+    if not arguments.no_token:
+        print(f"administrator's token: {data_dir / TOKEN_FILE}", flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise BadInputError(f"cannot listen on {host}:{port}: {error.strerror}", fix="Choose another --port") from error
+    return listening
+
+
+def _keep_token(service: Service, path: Path) -> None:
+    """Writes the first administrator's token to a file that its owner alone can read."""
+    text = service.first_token()
+    if text is not None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(text + "\n")
+
+
+@contextmanager
+def _alone(data_dir: Path) -> Iterator[None]:
+    with (data_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInputError(
+                f"another service uses {data_dir}", fix="Stop it, or choose another --data-dir"
+            ) from error
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What is checked of every request before anything else: size, rate, and where a browser was sent from."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orchestrator.api.config import ServiceConfig
+from orchestrator.api.problems import respond
+from orchestrator.api.rate import RateLimit
+
+_UPLOADS = "/v1/uploads/"
+#: Paths that monitoring asks for and that cost nothing.
+_FREE = frozenset({"/healthz", "/readyz"})
+
+
+class Limits:
+    """ASGI middleware.
+
+    A browser sends a page of another host to this service where that host's name was pointed at it (DNS rebinding), or
+    where a page makes it (cross-site requests). Without tokens nothing else would hold those off, so that both the host
+    and the origin must be known ones then.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServiceConfig, rate: RateLimit) -> None:
+        self._app = app
+        self._config = config
+        self._rate = rate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or answers it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        path: str = scope["path"]
+        limit = self._config.max_upload if path.startswith(_UPLOADS) else self._config.max_body
+        refusal = self._refuse(scope, headers, path, limit)
+        if refusal is not None:
+            status, detail, extra = refusal
+            await respond(path, status, detail, headers=extra)(scope, receive, send)
+            return
+        await self._app(scope, _Counted(receive, limit), _secured(send))
+
+    def _refuse(
+        self, scope: Scope, headers: Headers, path: str, limit: int
+    ) -> tuple[int, str, dict[str, str] | None] | None:
+        length = headers.get("content-length", "0")
+        if not length.isdigit():
+            return 400, "Content-Length is no number", None
+        if int(length) > limit:
+            return 413, f"the body has {length} bytes and may have {limit}", None
+        if not self._config.require_token:
+            host = headers.get("host", "")
+            name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+            if name not in self._config.hosts:
+                return 403, "this service runs without tokens and answers to loopback names only", None
+            origin = headers.get("origin")
+            if origin is not None and origin.partition("://")[2] != host:
+                return 403, "this service runs without tokens and answers no page of another origin", None
+        if path not in _FREE:
+            client = scope.get("client")
+            caller = headers.get("authorization") or (client[0] if client else "")
+            wait = self._rate.take(caller)
+            if wait:
+                return 429, "too many requests", {"Retry-After": str(max(1, math.ceil(wait)))}
+        return None
+
+
+class _Counted:
+    """Receives no more than so many bytes; the length that was announced may be absent or wrong."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = self._left = limit
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            # FastAPI passes on this type alone from within the reading of a body.
+            raise HTTPException(413, f"the body is larger than {self._limit} bytes")
+        return message
+
+
+def _secured(send: Send) -> Send:
+    extra = [
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"x-frame-options", b"DENY"),
+        (
+            b"content-security-policy",
+            b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+            b"form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+        ),
+    ]
+
+    async def secured(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *extra]
+        await send(message)
+
+    return secured

@@ -1,0 +1,207 @@
+"""Errors as RFC 9457 problem details."""
+
+from __future__ import annotations
+
+import errno
+import http
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+
+from nightshift.wire.errors import BadInputError, NightshiftError
+from orchestrator.jobs.document import DocumentError
+from orchestrator.jobs.states import StateConflictError
+from orchestrator.jobs.submission import CodeForbiddenError
+from orchestrator.jobs.uploads import UploadError
+from orchestrator.store.access import UnknownTokenError
+from orchestrator.store.jobs import IdempotencyError, QuotaError, UnknownJobError
+
+_log = logging.getLogger(__name__)
+MEDIA_TYPE = "application/problem+json"
+#: Statuses that any request may be answered with.
+_ALWAYS = (400, 401, 403, 413, 422, 429, 500, 503)
+
+
+class FieldProblem(BaseModel):
+    """One field that is wrong."""
+
+    field: str = Field(description="Dotted path in the body, or the parameter's name; empty for the whole.")
+    message: str = Field(description="What was wrong, and what would be right.")
+
+
+class Problem(BaseModel):
+    """What went wrong (RFC 9457)."""
+
+    type: str = Field(description="Names the kind of problem.", examples=["urn:nightshift:problem:conflict"])
+    title: str
+    status: int
+    detail: str = Field(description="One sentence: what was wrong, and what would be right.")
+    instance: str = Field(description="Path of the request.")
+    role: str = Field(default="", description="The role that the problem concerns.")
+    errors: list[FieldProblem] = Field(default_factory=list, description="Each field that is wrong.")
+    state: str | None = Field(default=None, description="Of a job whose state does not allow the call.")
+
+
+class ProblemError(Exception):
+    """Ends a request with a problem."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        kind: str = "",
+        headers: dict[str, str] | None = None,
+        errors: list[tuple[str, str]] | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.kind = kind
+        self.headers = headers
+        self.errors = errors or []
+        self.state = state
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route: problems with these statuses, and those that any route may answer with."""
+    return {
+        status: {
+            "model": Problem,
+            "description": http.HTTPStatus(status).phrase,
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in sorted({*_ALWAYS, *statuses})
+    }
+
+
+def respond(
+    request_path: str,
+    status: int,
+    detail: str,
+    *,
+    kind: str = "",
+    role: str = "",
+    fields: list[tuple[str, str]] | None = None,
+    state: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    """A problem as a response."""
+    title = http.HTTPStatus(status).phrase
+    problem = Problem(
+        type=f"urn:nightshift:problem:{kind or title.lower().replace(' ', '-')}",
+        title=title,
+        status=status,
+        detail=detail,
+        instance=request_path,
+        role=role,
+        errors=[FieldProblem(field=field, message=message) for field, message in fields or []],
+        state=state,
+    )
+    content = problem.model_dump(exclude_none=True)
+    return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def status_of(error: NightshiftError) -> tuple[int, str]:
+    """HTTP status and kind of one of our errors."""
+    match error:
+        case StateConflictError():
+            return 409, "state-conflict"
+        case UnknownJobError():
+            return 404, "no-such-job"
+        case UnknownTokenError():
+            return 404, "no-such-token"
+        case IdempotencyError():
+            return 422, "idempotency-key-reused"
+        case QuotaError():
+            return 429, "quota"
+        case CodeForbiddenError():
+            return 403, "code-not-allowed"
+        case DocumentError() | UploadError():
+            return error.status, "bad-upload" if isinstance(error, UploadError) else "bad-document"
+        case BadInputError():
+            return 422, "bad-input"
+    return 500, "internal"
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of an application a problem."""
+
+    @app.exception_handler(ProblemError)
+    async def _problem(request: Request, error: ProblemError) -> JSONResponse:
+        return respond(
+            request.url.path,
+            error.status,
+            error.detail,
+            kind=error.kind,
+            fields=error.errors,
+            state=error.state,
+            headers=error.headers,
+        )
+
+    @app.exception_handler(NightshiftError)
+    async def _ours(request: Request, error: NightshiftError) -> JSONResponse:
+        status, kind = status_of(error)
+        if status == 500:
+            _log.error("%s %s: %s", request.method, request.url.path, error)
+        state = str(error.state) if isinstance(error, StateConflictError) else None
+        fields = error.problems if isinstance(error, DocumentError) else None
+        detail = f"{error.message}. {error.fix}" if error.fix else error.message
+        headers = {"Retry-After": "30"} if status == 429 else None
+        return respond(
+            request.url.path, status, detail, kind=kind, role=error.role, fields=fields, state=state, headers=headers
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        fields = [(_field(item["loc"]), str(item["msg"])) for item in error.errors()]
+        broken = any(item["type"] == "json_invalid" for item in error.errors())
+        named = "; ".join(f"{field}: {message}" if field else message for field, message in fields[:5])
+        return respond(request.url.path, 400 if broken else 422, named, kind="bad-parameter", fields=fields)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        detail = str(error.detail)
+        if error.status_code == 404 and detail == "Not Found":
+            detail = f"there is nothing at {request.url.path}"
+        elif error.status_code == 405:
+            detail = f"{request.method} is not possible at {request.url.path}"
+        headers = dict(error.headers) if error.headers else None
+        return respond(request.url.path, error.status_code, detail, headers=headers)
+
+    @app.exception_handler(SQLAlchemyError)
+    async def _database(request: Request, error: SQLAlchemyError) -> JSONResponse:
+        _log.warning("%s %s: database: %s", request.method, request.url.path, str(error).splitlines()[0])
+        return respond(
+            request.url.path,
+            503,
+            "the service's database is away; running jobs go on, and nothing is lost: try again",
+            kind="database-away",
+            headers={"Retry-After": "5"},
+        )
+
+    @app.exception_handler(OSError)
+    async def _os(request: Request, error: OSError) -> JSONResponse:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        _log.warning("%s %s: %s", request.method, request.url.path, error)
+        detail = "the service's disk is full" if full else f"the service cannot use its files: {error.strerror}"
+        return respond(
+            request.url.path, 503, detail, kind="disk-full" if full else "files", headers={"Retry-After": "60"}
+        )
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+        _log.exception("%s %s", request.method, request.url.path, exc_info=error)
+        return respond(request.url.path, 500, "an error that was not foreseen; the service's log has it")
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    parts = [part for part in location if part not in ("body", "query", "path", "header")]
+    return ".".join(str(part) for part in parts)

@@ -1,0 +1,87 @@
+"""A job's events as server-sent events. The id of an event is the place in the file behind it, so that any stream can
+go on where another one broke off, also after a restart of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from sse_starlette import ServerSentEvent
+
+_CHUNK = 1 << 20
+_POLL_S = 0.25
+_ASK_S = 1.0
+
+
+def read_from(path: Path, offset: int) -> list[tuple[int, bytes]]:
+    """Complete lines from ``offset`` on, at most about a mebibyte: (place behind the line, line)."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(_CHUNK)
+            if data and b"\n" not in data:
+                data += file.readline()
+    except FileNotFoundError:
+        return []
+    lines = []
+    *whole, _ = data.split(b"\n")
+    for line in whole:
+        offset += len(line) + 1
+        lines.append((offset, line))
+    return lines
+
+
+def boundary(path: Path, offset: int) -> int:
+    """The start of a line at or behind ``offset``: an id that no event had is taken to the next event."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if offset <= 0 or offset > size:
+                return 0 if offset <= 0 else size
+            file.seek(offset - 1)
+            return offset if file.read(1) == b"\n" else offset + len(file.readline())
+    except FileNotFoundError:
+        return 0
+
+
+async def events(
+    path: Path, offset: int, kinds: frozenset[str], ended: Callable[[], bool], *, follow: bool
+) -> AsyncIterator[ServerSentEvent]:
+    """Events from ``offset`` on, and as they are written until the job has ended.
+
+    Args:
+        kinds: only these kinds; empty: all.
+        ended: whether no event comes any more; asked in a thread.
+        follow: False ends the stream with what is there now.
+    """
+    loop = asyncio.get_running_loop()
+    asked = -_ASK_S
+    over = not follow
+    while True:
+        lines = await asyncio.to_thread(read_from, path, offset)
+        for offset, line in lines:
+            kind = _kind(line)
+            if kind is not None and (not kinds or kind in kinds):
+                yield ServerSentEvent(line.decode(errors="replace"), event=kind, id=str(offset))
+        if lines:
+            continue
+        if over:
+            yield ServerSentEvent(json.dumps({"id": offset}), event="end", id=str(offset))
+            return
+        if loop.time() - asked >= _ASK_S:
+            asked = loop.time()
+            over = await asyncio.to_thread(ended)  # what was written before is read once more
+            continue
+        await asyncio.sleep(_POLL_S)
+
+
+def _kind(line: bytes) -> str | None:
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        return None
+    kind = event.get("kind") if isinstance(event, dict) else None
+    return kind if isinstance(kind, str) and "\n" not in kind else None

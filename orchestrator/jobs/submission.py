@@ -1,0 +1,224 @@
+"""From a submitted document to a job in its folder: checked, with its files beside it, and free of the server's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from nightshift.cli.runs import JOB, make_run
+from nightshift.config import JobSpec
+from nightshift.config.files import CHAT_TEMPLATES, is_remote, local_files, resolve_files
+from nightshift.config.load import write_resolved
+from nightshift.config.messages import explain_all
+from nightshift.config.suggest import dotted
+from nightshift.wire.errors import BadInputError
+from orchestrator.jobs.document import DocumentError
+from orchestrator.jobs.uploads import REFERENCE, SCHEME, Uploads
+
+#: Largest source file of a reward function: it is parsed where it is submitted.
+_MAX_SOURCE = 1 << 20
+#: Sections and keys that belong to the service, whatever a submission says.
+_OWN = ("resources.runs_dir", "resources.weight_store")
+
+
+class CodeForbiddenError(BadInputError):
+    """The submission brings code, and its token may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What submissions may name.
+
+    Attributes:
+        allowed: folders of this machine whose files submissions may name.
+        weight_store: folder of published weights.
+    """
+
+    allowed: Sequence[Path] = ()
+    weight_store: str = "/dev/shm"
+
+
+def validate(document: dict[str, Any]) -> JobSpec:
+    """The document as a job.
+
+    Raises:
+        DocumentError: with each field that is wrong.
+    """
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as errors:
+        problems = [(dotted(path), text) for path, text in explain_all(errors)]
+        raise _wrong(problems) from errors
+    except (OverflowError, RecursionError) as error:
+        raise DocumentError(f"the job cannot be read: {type(error).__name__}") from error
+
+
+def code_fields(spec: JobSpec) -> list[str]:
+    """The fields by which a job brings something that is executed."""
+    found = [f"rewards[{at}].function" for at, reward in enumerate(spec.rewards) if hasattr(reward, "function")]
+    if ":" in spec.algorithm.estimator:
+        found.append("algorithm.estimator")
+    if spec.rollout.extra_args:
+        found.append("rollout.extra_args")
+    return found
+
+
+def check_code(spec: JobSpec, may_bring_code: bool) -> None:
+    """Checks that who submits may bring the code that the job brings.
+
+    Raises:
+        CodeForbiddenError: not so.
+    """
+    fields = code_fields(spec)
+    if fields and not may_bring_code:
+        raise CodeForbiddenError(
+            f"the job brings code ({', '.join(fields)}), and this token has no scope 'code'",
+            role="job",
+            fix="Ask for a token with the scope 'code', or use a grpc reward that runs elsewhere",
+        )
+
+
+def new_job_id(name: str, now: float) -> str:
+    """``<name>-<UTC date>-<UTC time>-<8 hex digits>``."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{os.urandom(4).hex()}"
+
+
+def prepare(
+    spec: JobSpec, runs_dir: Path, uploads: Uploads, project: str, policy: Policy, now: float
+) -> tuple[str, Path, JobSpec]:
+    """Makes the folder of a new job; returns its id, its folder and the job as it will run.
+
+    Raises:
+        DocumentError: a file is missing, wrong, or may not be named; nothing is left behind then.
+        OSError: the folder cannot be written.
+    """
+    spec = spec.model_copy(deep=True)
+    job_id = new_job_id(spec.name, now)
+    run_dir = runs_dir / job_id
+    problems = check_paths(spec, policy)
+    if problems:
+        raise _wrong(problems)
+    make_run(run_dir)
+    try:
+        problems = _place_uploads(spec, uploads, project, run_dir / "inputs")
+        if not problems:
+            spec.resources.runs_dir = str(runs_dir)
+            spec.resources.weight_store = policy.weight_store
+            for port in type(spec.resources.ports).model_fields:
+                setattr(spec.resources.ports, port, 0)
+            problems = [_split(text) for text in _resolve(spec, run_dir)]
+        if problems:
+            raise _wrong(problems)
+        write_resolved(spec, run_dir / JOB)
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    return job_id, run_dir, spec
+
+
+def _resolve(spec: JobSpec, run_dir: Path) -> list[str]:
+    try:
+        return resolve_files(spec, run_dir)
+    except (RecursionError, MemoryError) as error:
+        return [f"rewards: a source file cannot be parsed: {type(error).__name__}"]
+
+
+def check_paths(spec: JobSpec, policy: Policy) -> list[tuple[str, str]]:
+    """Fields that name a file of this machine which a submission may not name, with one sentence each."""
+    problems = []
+    for field, text in _texts(spec.model_dump(mode="json")):
+        if field in _OWN or text.startswith(SCHEME) or not _is_local(field, text):
+            continue
+        path = Path(text.rpartition(":")[0] if field.endswith((".function", ".estimator")) else text)
+        if not any(_within(path, folder) for folder in policy.allowed):
+            allowed = ", ".join(str(folder) for folder in policy.allowed)
+            what = f"below {allowed}, or an upload" if allowed else "an upload"
+            problems.append(
+                (
+                    field,
+                    f"names {text!r} on the server, which a submission may not: it must be {what} (nightshift submit)",
+                )
+            )
+    return problems
+
+
+def _place_uploads(spec: JobSpec, uploads: Uploads, project: str, folder: Path) -> list[tuple[str, str]]:
+    problems = []
+    for field, text, put in list(local_files(spec)):
+        if not text.startswith(SCHEME):
+            continue
+        match = REFERENCE.fullmatch(text)
+        found = uploads.find(project, match[1]) if match else None
+        if match is None:
+            problems.append((field, f"is {text[:120]!r}, but must be upload:<sha256>/<file name>"))
+        elif found is None:
+            problems.append((field, f"refers to an upload that is not there: PUT /v1/uploads/{match[1]} first"))
+        elif match[2].endswith(".py") and found.stat().st_size > _MAX_SOURCE:
+            problems.append((field, "is larger than a source file may be (1 MiB)"))
+        else:
+            target = folder / match[1][:16] / match[2]
+            uploads.place(found, target)
+            put(str(target))
+    return problems
+
+
+def _is_local(field: str, text: str) -> bool:
+    """Whether a text names a file of this machine: by its form, or by where it stands."""
+    if is_remote(text):
+        return text.startswith("file:")
+    if text.startswith(("/", "~", "./", "../")) or "/../" in text or text in (".", ".."):
+        return True
+    if field.startswith("data."):
+        name = field.partition("[")[0]
+        return name in ("data.train_files", "data.test_files") or (
+            name == "data.chat_template" and text not in CHAT_TEMPLATES
+        )
+    return field.endswith(".function") or (field == "algorithm.estimator" and ":" in text)
+
+
+def _within(path: Path, folder: Path) -> bool:
+    if not path.is_absolute():
+        return False
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield from _texts(item, f"{path}[{at}]")
+    elif isinstance(value, str):
+        yield path, value
+
+
+def _split(problem: str) -> tuple[str, str]:
+    field, _, text = problem.partition(": ")
+    return field, text
+
+
+def _wrong(problems: Iterable[tuple[str, str]]) -> DocumentError:
+    found = list(problems)
+    first = found[0]
+    message = f"{first[0]}: {first[1]}" if first[0] and first[0] not in first[1] else first[1]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return DocumentError(f"{message}{more}", problems=found)
+
+
+def body_hash(document: dict[str, Any], **settings: Any) -> str:
+    """Names a submission: two with the same hash ask for the same."""
+    text = json.dumps([document, settings], sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

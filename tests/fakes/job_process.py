@@ -1,0 +1,85 @@
+"""Plays ``nightshift run JOB --resume FOLDER --json`` for tests of the job service: steps, checkpoints, signals.
+
+Its job file says what it does: ``trainer.total_steps`` steps of ``rollout.request_timeout_s`` seconds each;
+``algorithm.gamma`` below 0.5 makes it fail after its first step. It takes the place of the services and the runner
+alone; the ledger is written through the real store, with its fence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nightshift.cli.runs import hold
+from nightshift.config.load import read_resolved
+from nightshift.wire.events import EventLog
+from nightshift.wire.version import Lineage
+from orchestrator.runner.ledger import GroupRecord, GroupState
+from orchestrator.store.state import RunState, StateStore
+
+TRACE = "a" * 31
+
+
+def main() -> int:
+    """Runs to the end; the exit code of the command line."""
+    folder = Path(sys.argv[1])
+    os.environ["NIGHTSHIFT_RUN_ID"] = folder.name
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    spec = read_resolved(folder / "job.yaml")
+    store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{folder / 'state.db'}")
+    checkpoints = folder / "checkpoints" / "actor"
+    done = sorted(int(path.name.rpartition("_")[2]) for path in checkpoints.glob("global_step_*"))
+    step, steps = (done[-1] if done else 0), spec.trainer.total_steps or 3
+    with hold(folder), EventLog(folder / "events.jsonl", folder.name) as events:
+        with (folder / "starts.txt").open("a") as starts:
+            starts.write(f"{os.getpid()} {step} {os.environ.get('NIGHTSHIFT_FENCE')} {os.environ.get('TRACEPARENT')}\n")
+        store.save_run(RunState(Lineage(folder.name), TRACE + "0", "running"))
+        events.append("job", state="running", steps=steps, step=step)
+        while step < steps and not asked:
+            time.sleep(spec.rollout.request_timeout_s)
+            if spec.algorithm.gamma < 0.5:
+                events.append("job", state="failed", error="[reward] it went wrong. Mend it", role="reward")
+                return 1
+            step += 1
+            trace = f"{TRACE}{step % 10}"
+            group = GroupRecord(index=step - 1, row=0, epoch=0, trace_id=trace, state=GroupState.TRAINED, step=step)
+            store.save_groups(folder.name, [group])
+            span = {"name": "group", "trace_id": trace, "span_id": f"{step:016x}", "parent_id": None}
+            events.append("span", **span, role="orchestrator", start=time.time() - 0.1, end=time.time(), links=[])
+            metrics = {"reward/mean": step / steps, "loss/actor": -0.1 * step}
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "kind": "train", "time": time.time(), "metrics": metrics}) + "\n")
+            rows = [
+                {
+                    "step": step, "group_id": f"g{step}", "sample_id": f"g{step}.{at}", "row_id": "0", "epoch": 0,
+                    "trace_id": trace, "prompt_text": f"question {step}", "response_text": f"answer {at}",
+                    "reward": step + at / 10, "finish_reason": "stop", "prompt_tokens": 3, "response_tokens": 4 + at,
+                    "versions": [f"{folder.name}/1/{step - 1}"], "version_starts": [0],
+                }
+                for at in range(4)
+            ]  # fmt: skip
+            pq.write_table(pa.Table.from_pylist(rows), folder / "rollouts" / f"step_{step:06d}.parquet")
+            events.append("step", step=step, steps=steps, metrics=metrics)
+        target = checkpoints / f"global_step_{step}"
+        if not target.exists():
+            part = checkpoints / f".part-{step}"
+            part.mkdir(parents=True, exist_ok=True)
+            (part / "config.json").write_text(json.dumps({"step": step}))
+            (part / "model.safetensors").write_bytes(b"w" * 1500)
+            store.check_fence(folder.name)
+            part.rename(target)
+        finished = step >= steps
+        events.append("job", state="succeeded" if finished else "interrupted")
+        return 0 if finished else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
