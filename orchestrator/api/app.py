@@ -17,10 +17,10 @@ from nightshift import __version__
 from nightshift.config import JobSpec
 from orchestrator.api import problems, routes_access, routes_data, routes_events, routes_jobs
 from orchestrator.api.limits import Limits
-from orchestrator.api.request_metrics import CountRequests, Metrics
 from orchestrator.api.models import Health
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.rate import RateLimit
+from orchestrator.api.request_metrics import CountRequests, Metrics
 from orchestrator.api.service import Service, ServiceDep
 
 _DESCRIPTION = (
