@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from nightshift import __version__
+from nightshift.cli import service
 from nightshift.cli.output import EXIT_FAILED, command
 
 app = typer.Typer(
@@ -25,6 +26,9 @@ JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Values in place of the file's.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its id or the beginning of it.")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.", envvar="NIGHTSHIFT_RUNS_DIR")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="A job service; RUN is one of its jobs then.", envvar="NIGHTSHIFT_URL")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -61,9 +65,15 @@ def trace(
     trace_id: Annotated[str, typer.Argument(metavar="TRACE_ID", help="32 hex digits, or the beginning of them.")],
     run: Annotated[str | None, typer.Option(help="The run; else the newest one that knows the trace.")] = None,
     runs_dir: RunsDir = "runs",
+    url: Url = None,
     json: Json = False,
 ) -> int:
     """Show the timeline of one prompt group, from the prompt to the gradient."""
+    if _remote(url, None):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "trace", trace_id, as_json=json)
+
     from nightshift.cli.trace import show_trace
 
     return show_trace(trace_id, run, runs_dir, as_json=json)
@@ -76,9 +86,15 @@ def rollouts(
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Most rows shown, the newest steps first; 0: all.")] = 20,
     runs_dir: RunsDir = "runs",
+    url: Url = None,
     json: Json = False,
 ) -> int:
     """Show what was generated, with rewards, lengths and policy versions."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "rollouts", run, as_json=json, step=step, limit=limit)
+
     from nightshift.cli.rollouts import show_rollouts
 
     return show_rollouts(run, runs_dir, step=step, limit=limit, as_json=json)
@@ -86,8 +102,13 @@ def rollouts(
 
 @app.command()
 @command
-def watch(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+def watch(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = False) -> int:
     """Follow a run that goes on elsewhere."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.watch(url, run, as_json=json)
+
     from nightshift.cli.watch import watch_run
 
     return watch_run(run, runs_dir, as_json=json)
@@ -100,8 +121,14 @@ def logs(
     role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="Whose log; left out: which there are.")] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines shown.")] = 200,
     runs_dir: RunsDir = "runs",
+    url: Url = None,
 ) -> int:
     """Print the log of a role."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "logs", run, as_json=False, role=role, lines=lines)
+
     from nightshift.cli.logs import show_logs
 
     return show_logs(run, runs_dir, role, lines)
@@ -109,8 +136,13 @@ def logs(
 
 @app.command()
 @command
-def ledger(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+def ledger(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = False) -> int:
     """Show what became of every prompt group that was issued."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "ledger", run, as_json=json)
+
     from nightshift.cli.ledger import show_ledger
 
     return show_ledger(run, runs_dir, as_json=json)
@@ -127,8 +159,13 @@ def audit(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
 
 @app.command()
 @command
-def report(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
+def report(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = False) -> int:
     """Compare a run's step time with the model's, show who was idle, and say what to change."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "report", run, as_json=json)
+
     from nightshift.cli.report_command import show_report
 
     return show_report(run, runs_dir, as_json=json)
@@ -141,8 +178,14 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to be made.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; left out: the newest.")] = None,
     runs_dir: RunsDir = "runs",
+    url: Url = None,
 ) -> int:
     """Copy a run's HF checkpoint."""
+    if _remote(url, run):
+        from nightshift.cli import jobs
+
+        return jobs.read(url, "export", run, as_json=False, folder=folder, step=step)
+
     from nightshift.cli.export import export_checkpoint
 
     return export_checkpoint(run, runs_dir, folder, step)
@@ -155,6 +198,14 @@ def doctor(json: Json = False) -> int:
     from nightshift.cli.doctor import show_doctor
 
     return show_doctor(as_json=json)
+
+
+service.register(app)
+
+
+def _remote(url: str | None, run: str | None) -> bool:
+    """Whether a service is asked; a folder that is there is read as it stands."""
+    return url is not None and (run is None or not Path(run).is_dir())
 
 
 def _version(value: bool) -> None:

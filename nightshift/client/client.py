@@ -268,6 +268,11 @@ class Client:
             shutil.rmtree(part, ignore_errors=True)
         return target
 
+    def make_token(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes a token: name, scopes, project and ttl_s; its text is in ``token``."""
+        found: dict[str, Any] = self._ask("POST", "/v1/tokens", json=dict(body)).json()
+        return found
+
     # The wire ---------------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, path: str, **values: Any) -> httpx.Response:

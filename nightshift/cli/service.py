@@ -1,0 +1,132 @@
+"""The commands of the job service, as the command line declares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nightshift.cli.output import command
+
+_JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+_Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Values in place of the file's.")]
+_Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or the beginning of it.")]
+_Url = Annotated[
+    str | None,
+    typer.Option("--url", help="The service; left out: this machine's own.", envvar="NIGHTSHIFT_URL"),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8700,
+    data_dir: Annotated[Path, typer.Option(help="Database, runs and uploads.", envvar="NIGHTSHIFT_DATA_DIR")] = Path(
+        "~/.local/state/nightshift"
+    ),
+    at_once: Annotated[int, typer.Option(min=0, help="Most jobs that run at one time.")] = 1,
+    allow_path: Annotated[
+        list[Path] | None, typer.Option(help="A folder of this machine whose files jobs may name; repeat it.")
+    ] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Serve without tokens; on loopback only.")] = False,
+    json: _Json = False,
+) -> int:
+    """Serve jobs over REST until stopped; jobs outlive the service, and it finds them again."""
+    from nightshift.cli.up import serve
+
+    return serve(
+        host=host,
+        port=port,
+        data_dir=data_dir.expanduser(),
+        at_once=at_once,
+        allow=allow_path or [],
+        no_token=no_token,
+        as_json=json,
+    )
+
+
+def submit(
+    job: _JobFile,
+    overrides: _Overrides = None,
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher goes first.")] = 0,
+    project: Annotated[str | None, typer.Option(help="For tokens of all projects.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the job until it has ended.")] = False,
+    url: _Url = None,
+    json: _Json = False,
+) -> int:
+    """Send a job, with the files that it names, to a service."""
+    from nightshift.cli import jobs
+
+    return jobs.submit(url, job, overrides or [], priority=priority, project=project, wait=wait, as_json=json)
+
+
+def list_jobs(
+    state: Annotated[list[str] | None, typer.Option(help="Only in this state; repeat it for several.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only with this name.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Most jobs shown; 0: all.")] = 20,
+    url: _Url = None,
+    json: _Json = False,
+) -> int:
+    """List the jobs of a service, the newest first."""
+    from nightshift.cli import jobs
+
+    return jobs.list_jobs(url, states=state or [], name=name, limit=limit, as_json=json)
+
+
+def show(job: _Job, url: _Url = None, json: _Json = False) -> int:
+    """Show one job with its job file."""
+    from nightshift.cli import jobs
+
+    return jobs.show(url, job, as_json=json)
+
+
+def pause(job: _Job, url: _Url = None, json: _Json = False) -> int:
+    """Let a job leave a checkpoint and free what it holds."""
+    from nightshift.cli import jobs
+
+    return jobs.steer(url, job, "pause", as_json=json)
+
+
+def resume(job: _Job, url: _Url = None, json: _Json = False) -> int:
+    """Queue a paused, cancelled or failed job again; it goes on from its newest checkpoint."""
+    from nightshift.cli import jobs
+
+    return jobs.steer(url, job, "resume", as_json=json)
+
+
+def cancel(job: _Job, url: _Url = None, json: _Json = False) -> int:
+    """End a job."""
+    from nightshift.cli import jobs
+
+    return jobs.steer(url, job, "cancel", as_json=json)
+
+
+def delete(job: _Job, url: _Url = None, json: _Json = False) -> int:
+    """Remove a job that has ended, with everything that it wrote."""
+    from nightshift.cli import jobs
+
+    return jobs.steer(url, job, "delete", as_json=json)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Whose it is: stands in the audit log.")],
+    scope: Annotated[list[str], typer.Option(help="read, submit, code or admin; repeat it for several.")],
+    project: Annotated[str | None, typer.Option(help="Left out: all projects.")] = None,
+    days: Annotated[float | None, typer.Option(min=0.001, help="Left out: it does not expire.")] = None,
+    url: _Url = None,
+    json: _Json = False,
+) -> int:
+    """Make a token of a service and print it, this once."""
+    from nightshift.cli import jobs
+
+    return jobs.make_token(url, name, scope, project=project, days=days, as_json=json)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the command line."""
+    app.command()(command(up))
+    app.command()(command(submit))
+    app.command("list")(command(list_jobs))
+    for function in (show, pause, resume, cancel, delete, token):
+        app.command()(command(function))

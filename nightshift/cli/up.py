@@ -1,0 +1,28 @@
+"""``nightshift up``: the job service, until it is stopped. Jobs outlive it, and it finds them again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from nightshift.cli import prepare
+
+
+def serve(
+    *, host: str, port: int, data_dir: Path, at_once: int, allow: Sequence[Path], no_token: bool, as_json: bool
+) -> int:
+    """Becomes the service's process; returns only where it cannot be started.
+
+    Raises:
+        BadInputError: only the client was installed.
+    """
+    prepare.check_installation()
+    arguments = ["--host", host, "--port", str(port), "--data-dir", str(data_dir), "--at-once", str(at_once)]
+    for path in allow:
+        arguments += ["--allow-path", str(path)]
+    arguments += ["--no-token"] if no_token else []
+    arguments += ["--json"] if as_json else []
+    command = prepare.module("orchestrator.api", *arguments)
+    # In place of this process: whoever ends or kills the command ends the service.
+    os.execve(command[0], command, prepare.environment())
