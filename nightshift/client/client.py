@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -369,19 +370,24 @@ def _events(lines: Iterable[str], until: float | None) -> Iterator[Event]:
                 data = f"{data}\n{value}" if data else value
 
 
-class _Reader:
+class _Reader(io.RawIOBase):
     """Pieces of bytes as a file that is read in order."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 
-    def read(self, size: int) -> bytes:
-        """The next ``size`` bytes, fewer at the end."""
-        while len(self._rest) < size:
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes: at most ``size``, all for -1, none at the end."""
+        while not self._rest or size < 0:
             chunk = next(self._chunks, b"")
             if not chunk:
                 break
             self._rest += chunk
-        data, self._rest = self._rest[:size], self._rest[size:]
+        end = len(self._rest) if size < 0 else size
+        data, self._rest = self._rest[:end], self._rest[end:]
         return data

@@ -140,7 +140,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _line(event: yaml.Event) -> str:
-    return f"line {event.start_mark.line + 1}"
+    return f"line {event.start_mark.line + 1}" if event.start_mark else "a line"
 
 
 def _check_keys(node: yaml.Node | None) -> None:
