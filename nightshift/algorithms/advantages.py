@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class AdvantageReport:
         mean_reward: mean over the valid samples, NaN without any.
         clamped: tokens whose log-ratio was clamped in the KL penalty of the reward.
         mean_kl: mean KL estimate of the penalty per trained token; NaN where the reward has no penalty.
+        kl_tokens: tokens that ``mean_kl`` is over.
     """
 
     samples: int
@@ -53,12 +54,31 @@ class AdvantageReport:
     mean_reward: float
     clamped: int = 0
     mean_kl: float = math.nan
+    kl_tokens: int = 0
+
+    def __add__(self, other: AdvantageReport) -> AdvantageReport:
+        """The report on both, which hold different groups of one batch."""
+        both = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return AdvantageReport(
+            **both,
+            mean_reward=_mean_of_means((self.mean_reward, self.valid), (other.mean_reward, other.valid)),
+            mean_kl=_mean_of_means((self.mean_kl, self.kl_tokens), (other.mean_kl, other.kl_tokens)),
+        )
 
     @property
     def zero_spread_share(self) -> float:
         """Share of the groups that have two or more valid samples in which all rewards are equal; 0 without any."""
         compared = self.groups - self.single_groups
         return self.zero_spread_groups / compared if compared else 0.0
+
+
+_COUNTS = tuple(f.name for f in fields(AdvantageReport) if not f.name.startswith("mean_"))
+
+
+def _mean_of_means(*parts: tuple[float, int]) -> float:
+    """The mean over all, of means over so many each; NaN where there is nothing."""
+    counted = [(mean, count) for mean, count in parts if count]
+    return sum(mean * count for mean, count in counted) / sum(count for _, count in counted) if counted else math.nan
 
 
 def compute_advantages(
@@ -160,6 +180,7 @@ def _make_batch(
         mean_reward=mean_of_valid(rewards.tolist()),
         clamped=clamped,
         mean_kl=float(np.concatenate(penalties).mean()) if penalties else math.nan,
+        kl_tokens=sum(map(len, penalties)),
     )
     return batch, report
 

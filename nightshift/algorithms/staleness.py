@@ -11,15 +11,19 @@ Two rules together keep the bound without throwing anything away:
   ``finished`` sums the batches of the updates whose weights the servers hold, and ``accepted`` leaves out dropped and
   filtered groups. Then at most ``(v + eta + 1) * batch`` groups were started at version v or before, just as many as
   updates 0 .. v + eta use.
-* Hold-back looks at what an update would leave behind. Admission alone would do if groups were used in the order in
-  which they started; since a fast group may overtake a slow one, an update may go ahead only if all groups that it
-  leaves behind, ready or running, can still be used in time, ``batch`` of them per update, earliest deadline first.
-  The batch of the oldest groups always may, so waiting for those ends every wait.
+* Hold-back looks at what taking a group would leave behind. Admission alone would do if groups were used in the order
+  in which they started; since a fast group may overtake a slow one, an update may take a group only if all others in
+  flight, ready or running, can still be used in time: in the places that the update has left, then ``batch`` of them
+  per update, earliest deadline first. The oldest group in flight always may be taken, so that waiting for it ends
+  every wait.
+
+Hold-back works on counts of groups by version, so that a plan costs what is ready and not what is in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,24 +42,21 @@ class GroupAge:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePlan:
-    """What to do before update ``step``.
+class PartPlan:
+    """Which ready groups an update may take now.
 
     Attributes:
-        batch: the groups to use, oldest first; empty while the update has to wait.
-        wait_for: running groups that hold the update back, oldest first. Empty together with ``batch``: too few groups
-            are ready, and any of the running ones will do.
-        drop: groups that no update can use within the bound any more, ready or running.
+        take: these, oldest first; no more than it has places for.
+        held_by: running groups of this version or an older one hold the next ready group back: nothing but their end
+            lets it in. None: no group is held back.
+        drop: ready groups that no update can use within the bound any more.
+        late: versions of which running groups can be used by no update any more.
     """
 
-    batch: tuple[GroupAge, ...] = ()
-    wait_for: tuple[GroupAge, ...] = ()
+    take: tuple[GroupAge, ...] = ()
+    held_by: int | None = None
     drop: tuple[GroupAge, ...] = ()
-
-    @property
-    def may_update(self) -> bool:
-        """Whether the update may be made now."""
-        return bool(self.batch)
+    late: frozenset[int] = frozenset()
 
 
 def staleness(oldest_version: int, step: int) -> int:
@@ -109,45 +110,98 @@ def headroom(
     return max(0, min(bounds))
 
 
-def plan_update(
+def plan_part(
     step: int,
     ready: Iterable[GroupAge],
-    running: Iterable[GroupAge],
+    running: Mapping[int, int],
+    *,
+    places: int,
+    batch_size: int,
+    max_staleness: int | None,
+    on_stale: Literal["wait", "drop"] = "wait",
+) -> PartPlan:
+    """Chooses the groups that update ``step`` may take, oldest first.
+
+    With ``on_stale="wait"`` a group is only taken if that leaves no more groups without an update than there are
+    anyway, which is none as long as the batch size stays. With ``on_stale="drop"`` every ready group may be taken, and
+    :func:`left_behind` names what the update leaves too old.
+
+    Args:
+        step: the update, from 0: it starts from the weights of this version.
+        ready: groups that can be trained on, in any order.
+        running: version -> number of groups that are generated or scored, by the version of :class:`GroupAge`.
+        places: groups that the update still needs.
+        batch_size: groups of the updates after it.
+        max_staleness: eta; None for unbounded.
+        on_stale: "wait" or "drop".
+    """
+    ready = sorted(ready)
+    usable = [group for group in ready if is_usable(group.oldest_version, step, max_staleness)]
+    drop = tuple(group for group in ready if not is_usable(group.oldest_version, step, max_staleness))
+    late = frozenset(v for v, count in running.items() if count and not is_usable(v, step, max_staleness))
+    if max_staleness is None or on_stale == "drop":
+        return PartPlan(tuple(usable[:places]), None, drop, late)
+    slack = _slack(step, usable, {v: n for v, n in running.items() if v not in late}, places, batch_size, max_staleness)
+    lost = min(0, *slack.values()) if slack else 0
+    take: list[GroupAge] = []
+    for group in usable[:places]:
+        # A place that goes to this group is one less for each older one that is still in flight.
+        older = [version for version in slack if version < group.oldest_version]
+        if min((slack[version] for version in older), default=1 + lost) - 1 < lost:
+            return PartPlan(tuple(take), max(v for v in older if running.get(v)), drop, late)
+        for version in older:
+            slack[version] -= 1
+        take.append(group)
+    return PartPlan(tuple(take), None, drop, late)
+
+
+def left_behind(
+    step: int,
+    left: Iterable[GroupAge],
     *,
     batch_size: int,
     max_staleness: int | None,
     on_stale: Literal["wait", "drop"] = "wait",
-) -> UpdatePlan:
-    """Chooses the batch of update ``step``, or says what it has to wait for.
+) -> list[GroupAge]:
+    """Groups for which update ``step``, whose batch is complete, leaves no later update: they are to be dropped.
 
-    With ``on_stale="wait"`` nothing is ever dropped as long as the batch size stays: see the module's docstring. After
-    the batch size was lowered there may be more groups in flight than updates that could use them in time; those are
-    dropped, since no wait would help. With ``on_stale="drop"`` the update is made as soon as enough groups are ready,
-    and what it leaves too old is dropped.
+    With ``on_stale="wait"`` there are none unless the batch size was lowered.
+
+    Args:
+        step: the update that goes ahead.
+        left: groups in flight, ready or running, that it does not take.
+        batch_size: groups of the updates after it.
+        max_staleness: eta; None for unbounded.
+        on_stale: "wait" or "drop".
     """
-    ready, running = tuple(ready), tuple(running)
-    late = [group for group in (*ready, *running) if not is_usable(group.oldest_version, step, max_staleness)]
-    lost = set(late)
-    waiting = sorted(group for group in running if group not in lost)
-    usable = sorted(group for group in ready if group not in lost)
-    drop = tuple(sorted(late))
-    if len(usable) < batch_size:
-        return UpdatePlan(drop=drop)
-    batch, left = tuple(usable[:batch_size]), sorted(usable[batch_size:] + waiting)
     if max_staleness is None:
-        return UpdatePlan(batch=batch, drop=drop)
+        return []
     if on_stale == "drop":
-        gone = [group for group in left if not is_usable(group.oldest_version, step + 1, max_staleness)]
-        return UpdatePlan(batch=batch, drop=tuple(sorted(late + gone)))
-    excess = _excess(left, step + 1, batch_size, max_staleness)
-    if not excess:
-        return UpdatePlan(batch=batch, drop=drop)
-    still_running = set(waiting)
-    oldest = sorted(usable + waiting)[:batch_size]
-    wait_for = tuple(group for group in oldest if group in still_running)
-    if wait_for:
-        return UpdatePlan(wait_for=wait_for, drop=drop)
-    return UpdatePlan(batch=batch, drop=tuple(sorted(late + excess)))
+        return sorted(group for group in left if not is_usable(group.oldest_version, step + 1, max_staleness))
+    return _excess(sorted(left), step + 1, batch_size, max_staleness)
+
+
+def _slack(
+    step: int,
+    ready: Sequence[GroupAge],
+    running: Mapping[int, int],
+    places: int,
+    batch_size: int,
+    max_staleness: int,
+) -> dict[int, int]:
+    """For each version in flight, by age: places up to its deadline, less the groups that are as old or older.
+
+    All groups can be used in time exactly if none of these is negative (Hall's condition for nested sets of places);
+    the least of them is minus the number of groups that cannot.
+    """
+    counts = Counter(group.oldest_version for group in ready)
+    counts.update(running)
+    slack: dict[int, int] = {}
+    held = 0
+    for version in sorted(version for version, count in counts.items() if count):
+        held += counts[version]
+        slack[version] = places + batch_size * (version + max_staleness - step) - held
+    return slack
 
 
 def _excess(groups: Sequence[GroupAge], first_step: int, batch_size: int, max_staleness: int) -> list[GroupAge]:

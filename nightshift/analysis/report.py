@@ -274,7 +274,7 @@ def _roles(
     sources = {
         "rollout": (("generate",), stages["generation"]),
         **{role: ((role,), stages[role]) for role in SCORERS},
-        "trainer": (("optimizer_step", "publish"), trainer),
+        "trainer": (("optimizer_step", "update_part", "publish"), trainer),
     }
     step = predicted.own if predicted is not None else None
     roles = []

@@ -18,6 +18,11 @@ class PipelineConfig(Section):
     on_stale: Literal["wait", "drop"] = "wait"
     """An update that would make a running group too old waits for it, or is made and the group dropped."""
 
+    streaming: bool = True
+    """An update begins with the groups that are ready and takes the others as they come, in place of waiting for its
+    whole batch; the loss is the same. Off where an advantage needs the whole batch (whitening, an estimator that says
+    so, one of your own), and in deterministic runs."""
+
     deterministic: bool = False
     """Fixes everything that timing could touch; needs max_staleness 0. Two runs with one seed give the same weights."""
 
@@ -31,7 +36,7 @@ class PipelineConfig(Section):
     """Bytes of experience held; a full buffer stops the start of new groups."""
 
     retries: int = Field(default=3, ge=0)
-    """Attempts after the first for one request to a server or a scorer, with growing pauses."""
+    """Attempts after the first for one request to a server or a scorer, or for an update, with growing pauses."""
 
     failure_budget: float = Field(default=0.5, ge=0, le=1)
     """Share of unscored or failed samples in one batch above which the job fails and quotes the first cause."""

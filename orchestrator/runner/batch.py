@@ -21,7 +21,11 @@ def trainable(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def loss_spec(config: AlgorithmConfig, samples: Sequence[Sample], temperature: float, constant_length: int) -> LossSpec:
-    """The loss of a whole batch, with the denominators that partial sums are divided by."""
+    """The loss of a whole batch, with the denominators that partial sums are divided by.
+
+    For the first parts of a batch, whose totals nobody knows yet, ``samples`` is empty: the trainer then leaves the
+    division to the last part, which carries them.
+    """
     return LossSpec(
         policy_loss=config.policy_loss,
         clip_low=config.clip_low,
@@ -35,6 +39,25 @@ def loss_spec(config: AlgorithmConfig, samples: Sequence[Sample], temperature: f
         total_sequences=sum(1 for sample in samples if sample.trained_tokens > 0),
         constant_length=constant_length,
     )
+
+
+def whole_passes(samples: Sequence[int], quantum: int) -> int:
+    """How many groups of a run of them go into a part, so that the trainer's passes are full.
+
+    Args:
+        samples: number of samples of each group that could go, in order.
+        quantum: samples of one pass over all ranks.
+
+    Returns:
+        Groups, from the front: the most whose samples are a multiple of ``quantum``; all of them where no number is
+        but they fill one pass; 0 where they do not.
+    """
+    total = full = 0
+    for count, of_group in enumerate(samples, start=1):
+        total += of_group
+        if total % quantum == 0:
+            full = count
+    return full or (len(samples) if total >= quantum else 0)
 
 
 def check_budget(groups: Sequence[Group], n: int, budget: float, failures: Sequence[NightshiftError] = ()) -> None:
@@ -102,6 +125,15 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         for name, value in sample.reward_parts.items():
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()}
+    return metrics
+
+
+def dropped_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How many groups were dropped as too old, and how long the samples of those were that had ended."""
+    lengths = [len(sample.response_ids) for group in groups for sample in group.samples]
+    metrics = {"staleness/dropped_groups": float(len(groups))}
+    if lengths:
+        metrics["staleness/dropped_length/mean"] = float(np.mean(lengths))
     return metrics
 
 

@@ -1,51 +1,35 @@
 """The pipeline of one job: groups are generated and scored while the step before them trains.
 
-Two loops share one state: ``_issue`` starts groups as far as the staleness bound allows, ``_train`` takes whole batches
-of ready groups and makes steps of them. Everything that decides is pure (admission, ledger, batch); this module only
-waits, calls and notes.
+Two loops share one state: ``_issue`` starts groups as far as the staleness bound allows, ``_train`` makes steps of the
+ready ones. With ``pipeline.streaming`` an update begins with the groups that are there, and the others follow in
+further parts; otherwise it waits for its whole batch. Everything that decides is pure (admission, staleness, ledger,
+batch); this module only waits, calls and notes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable
 
 from opentelemetry.trace import StatusCode
 
-from nightshift.algorithms.staleness import GroupAge, plan_update
+from nightshift.algorithms import needs_whole_batch
+from nightshift.algorithms.staleness import PartPlan, left_behind, plan_part
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from orchestrator.runner.admission import Admission
+from orchestrator.runner.batch import whole_passes
 from orchestrator.runner.books import Books
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group, GroupRunner, start_group_span
-from orchestrator.runner.ledger import GroupRecord, GroupState
+from orchestrator.runner.in_flight import PipelineState
+from orchestrator.runner.ledger import IN_FLIGHT, GroupRecord, GroupState
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
-
-
-@dataclass
-class PipelineState:
-    """What both loops see."""
-
-    running: dict[int, Group] = field(default_factory=dict)
-    ready: dict[int, Group] = field(default_factory=dict)
-    buffered_bytes: int = 0
-    #: Groups that ran at the last commit and start again as soon as the staleness bound allows.
-    backlog: deque[GroupRecord] = field(default_factory=deque)
-    #: Why groups failed since the last one that was scored.
-    failed_in_row: list[NightshiftError] = field(default_factory=list)
-    #: Groups that had been issued when the first of those failed.
-    failing_since: int = 0
-    #: Why groups failed since the last step.
-    failures: list[NightshiftError] = field(default_factory=list)
 
 
 class Pipeline:
@@ -83,8 +67,13 @@ class Pipeline:
         rollout = spec.rollout
         #: Bytes that a running group may come to: ids, log-probs, reference log-probs and mask of each sample.
         self._most_bytes = rollout.n * (4 * spec.data.max_prompt_length + 13 * rollout.max_response_length)
+        pipeline = spec.pipeline
+        self._streaming = pipeline.streaming and not pipeline.deterministic and not needs_whole_batch(spec.algorithm)
+        #: Samples of one pass of the trainer over all its ranks: less is not sent unless it completes the batch.
+        self._pass_samples = spec.trainer.micro_batch_size * spec.trainer.ranks
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         stepper.changed = self._notify
@@ -144,8 +133,7 @@ class Pipeline:
             if group is None:
                 self._state.backlog.append(record)
                 continue
-            self._state.ready[group.index] = group
-            self._state.buffered_bytes += group.bytes
+            self._state.put(group)
         while True:
             starting = [await self._start_next() for _ in range(self._headroom())]
             if starting and self._spec.pipeline.deterministic:
@@ -162,7 +150,8 @@ class Pipeline:
         free = self._spec.pipeline.buffer_mib * 2**20 - state.buffered_bytes
         fitting = free // self._most_bytes - len(state.running)
         # A full buffer is emptied by the next step alone, which needs its whole batch.
-        missing = self._admission.batch - len(state.ready) - len(state.running)
+        given = len(state.open) if len(state.open) < self._admission.batch else 0
+        missing = self._admission.batch - given - len(state.ready) - len(state.running)
         return min(room, max(fitting, missing, 0))
 
     async def _start_next(self) -> Group:
@@ -187,9 +176,11 @@ class Pipeline:
             await self._fleet.wait_sent(len(groups) * self._spec.rollout.n)
 
     def _launch(self, group: Group) -> None:
-        self._state.running[group.index] = group
+        self._state.start(group)
         task = asyncio.create_task(self._run_group(group))
         self._tasks.add(task)
+        self._group_tasks[group.index] = task
+        task.add_done_callback(lambda _: self._group_tasks.pop(group.index, None))
         task.add_done_callback(self._group_done)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
@@ -204,7 +195,7 @@ class Pipeline:
             group.span.set_status(StatusCode.ERROR, error.message)
             group.span.end()
             await self._books.move(group.index, GroupState.FAILED, reason=str(error))
-            del self._state.running[group.index]
+            self._state.end(group.index)
             if not self._state.failed_in_row:
                 self._state.failing_since = self._books.ledger.issued
             self._state.failed_in_row.append(error)
@@ -222,10 +213,9 @@ class Pipeline:
             oldest_version=versions[0] if versions else "",
             newest_version=versions[-1] if versions else "",
         )
-        del self._state.running[group.index]
+        self._state.end(group.index)
         group.waiting = self._tracing.child("buffer", group.span)
-        self._state.ready[group.index] = group
-        self._state.buffered_bytes += group.bytes
+        self._state.put(group)
         self._state.failed_in_row = []
         await self._notify()
 
@@ -233,49 +223,108 @@ class Pipeline:
 
     async def _train(self) -> None:
         while self._stepper.step < self._total_steps and not self._stop.is_set():
-            began = time.time()
-            groups = await self._collect()
-            if self._stop.is_set():
-                break  # an update that began now could not be told from one that was given up
-            failures, self._state.failures = self._state.failures, []
-            await self._stepper.make_step(groups, waited_since=began, failures=failures)
-            for group in groups:
-                self._state.buffered_bytes -= group.bytes
-            await self._notify()
+            if not await self._make_step():
+                break
         await self._stepper.settle()
 
-    async def _collect(self) -> list[Group]:
-        """The groups of the next step, oldest first, none of them too old."""
+    async def _make_step(self) -> bool:
+        """Makes one step; returns False where a stop came before its last part."""
+        state, batch = self._state, self._admission.batch
         while True:
-            await self._wait(lambda: len(self._state.ready) >= self._admission.batch or self._hopeless())
-            if len(self._state.ready) < self._admission.batch:
-                raise self._state.failed_in_row[0]
-            plan = plan_update(
-                self._stepper.step,
-                (_age(group) for group in self._state.ready.values()),
-                (_age(group) for group in self._state.running.values()),
-                batch_size=self._admission.batch,
-                max_staleness=self._admission.max_staleness,
-                on_stale=self._spec.pipeline.on_stale,
-            )
-            await self._drop_stale([group.order for group in plan.drop if group.order in self._state.ready])
-            if plan.may_update:
-                return [self._state.ready.pop(group.order) for group in plan.batch]
-            if plan.wait_for:
-                # The update would make these too old for any later step: it is held back until one of them is in.
-                waited = frozenset(group.order for group in plan.wait_for)
-                await self._wait(partial(self._left, waited))
+            began = time.time()
+            groups = await self._collect(batch)
+            if self._stop.is_set():
+                return False  # an update that ended now could not be told from one that was given up
+            final = len(state.open) == batch
+            if final:
+                await self._drop(self._left_behind(batch))
+            failures, state.failures = state.failures, []
+            await self._stepper.add_part(groups, final=final, waited_since=began, failures=failures)
+            if final:
+                state.close()
+                await self._notify()
+                return True
 
-    def _left(self, waited: frozenset[int]) -> bool:
-        """Whether one of these groups runs no more, or waiting for it would not help."""
-        return self._hopeless() or not waited <= self._state.running.keys()
+    async def _collect(self, batch: int) -> list[Group]:
+        """The groups of the next part, oldest first, none of them too old; they are in ``state.open`` then.
 
-    async def _drop_stale(self, indices: list[int]) -> None:
+        Args:
+            batch: groups of the step in progress.
+
+        Raises:
+            NightshiftError: so many groups failed in a row that there will be none.
+        """
+        state = self._state
+        while True:
+            places = batch - len(state.open)
+            await self._wait(lambda: self._enough(places) or self._hopeless())  # noqa: B023
+            plan = self._plan(places, batch)
+            late = [index for index, group in state.running.items() if group.started_version in plan.late]
+            await self._drop([*(age.order for age in plan.drop), *late])
+            take = plan.take
+            if len(take) < places:
+                sizes = [len(state.ready[age.order].samples) for age in take]
+                take = take[: whole_passes(sizes, self._pass_samples) if self._streaming else 0]
+            if take:
+                return state.open_with(take)
+            if self._hopeless():
+                raise state.failed_in_row[0]
+            await self._wait_behind(plan)
+
+    def _enough(self, places: int) -> bool:
+        """Whether there may be a part: what is ready completes the batch, or fills a pass of the trainer."""
+        ready = len(self._state.ready)
+        return ready >= places or (self._streaming and ready * self._spec.rollout.n >= self._pass_samples)
+
+    def _plan(self, places: int, batch: int) -> PartPlan:
+        return plan_part(
+            self._stepper.step,
+            self._state.ready_ages(),
+            self._state.versions,
+            places=places,
+            batch_size=batch,
+            max_staleness=self._admission.max_staleness,
+            on_stale=self._spec.pipeline.on_stale,
+        )
+
+    async def _wait_behind(self, plan: PartPlan) -> None:
+        """Waits until a plan that gave no part may give one."""
+        state, ready = self._state, len(self._state.ready)
+        if plan.held_by is None:
+            await self._wait(lambda: len(state.ready) != ready or self._hopeless())
+            return
+        # Taking more would make these too old for any later step: the update is held back until one of them is in.
+        held_by = plan.held_by
+        running = state.running_up_to(held_by)
+        await self._wait(lambda: state.running_up_to(held_by) != running or self._hopeless())
+
+    def _left_behind(self, batch: int) -> list[int]:
+        """Groups that the step in progress, which is complete, leaves too old for any later one."""
+        gone = left_behind(
+            self._stepper.step,
+            self._state.all_ages(),
+            batch_size=batch,
+            max_staleness=self._admission.max_staleness,
+            on_stale=self._spec.pipeline.on_stale,
+        )
+        return [age.order for age in gone]
+
+    async def _drop(self, indices: Iterable[int]) -> None:
+        """Ends groups that are too old: what is ready is forgotten, what runs is cancelled, requests and all."""
         for index in indices:
-            group = self._state.ready.pop(index)
-            self._state.buffered_bytes -= group.bytes
-            await self._books.move(index, GroupState.DROPPED_STALE, reason=f"too old for step {self._stepper.step}")
+            task = self._group_tasks.get(index)
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            if index in self._state.ready:
+                group = self._state.remove(index)
+            elif index in self._state.running:
+                group = self._state.end(index)
+            if self._books.ledger.records[index].state not in IN_FLIGHT:
+                continue  # it failed meanwhile
+            await self._books.move(index, GroupState.DROPPED_STALE, reason=f"too old for step {self._stepper.step + 1}")
             self._spool.remove([index])
+            self._stepper.dropped.append(group)
             if group.waiting is not None:
                 group.waiting.end()
             group.span.set_attribute("rl.dropped", "stale")
@@ -326,7 +375,3 @@ class Pipeline:
                     self._events.append("activity", role=role, doing=text)
             last = doing
             await asyncio.sleep(1.0)
-
-
-def _age(group: Group) -> GroupAge:
-    return GroupAge(group.oldest_version, group.index)

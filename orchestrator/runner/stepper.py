@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nightshift.algorithms import compute_advantages
+from opentelemetry.trace import Span
+
 from nightshift.algorithms.schedule import learning_rate
 from nightshift.analysis.spans import covered, within
 from nightshift.config import JobSpec
@@ -18,7 +19,13 @@ from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
-from orchestrator.runner.batch import advantage_metrics, batch_metrics, check_budget, loss_spec, rollout_rows, trainable
+from orchestrator.runner.batch import (
+    advantage_metrics,
+    batch_metrics,
+    check_budget,
+    dropped_metrics,
+    rollout_rows,
+)
 from orchestrator.runner.books import Books
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.checkpoints import Checkpoints
@@ -31,6 +38,7 @@ from orchestrator.runner.spool import Spool
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import Tracking
 from orchestrator.runner.trainer import Publication, TrainerClient, Updated
+from orchestrator.runner.update import StepUpdate
 
 #: Share of weights that an update must change after rounding to the server's precision. A bfloat16 server was measured
 #: at 0.02 to 0.10 while it learned late, a float32 server at 0.99.
@@ -44,6 +52,7 @@ class Stepper:
         step: steps made so far; also the step of the trainer's weights.
         server_step: step of the weights that all usable servers hold.
         doing: what the trainer is doing, in words.
+        dropped: groups that were dropped as too old since the last step.
 
     Args:
         manifest: of the checkpoint that the run goes on from; None: it begins.
@@ -75,6 +84,7 @@ class Stepper:
         self.step = step
         self.server_step = step
         self.doing = "idle"
+        self.dropped: list[Group] = []
         self.lineage = lineage
         self.training = BusyClock()  # time in which the trainer worked on a step
         self.began = self.ended = 0.0
@@ -99,6 +109,7 @@ class Stepper:
         self._in_step = asyncio.Lock()
         self._after: asyncio.Task[None] | None = None
         self._consumed = Consumed()
+        self._open: StepUpdate | None = None
         self._committed = step if manifest else None
         #: Updates that had nothing to learn from: they hold no position of the learning rate.
         self._skipped = int(manifest.get("skipped", 0)) if manifest else 0
@@ -120,70 +131,85 @@ class Stepper:
     async def make_step(
         self, groups: Sequence[Group], waited_since: float, failures: Sequence[NightshiftError] = ()
     ) -> None:
-        """Trains on a batch; returns when the trainer is free again.
+        """Trains on a batch that is there as a whole; see :meth:`add_part`."""
+        await self.add_part(groups, final=True, waited_since=waited_since, failures=failures)
 
-        With a staleness bound of 0 the new weights are on the servers then, otherwise their push goes on beside the
-        next batch.
+    async def add_part(
+        self,
+        groups: Sequence[Group],
+        *,
+        final: bool,
+        waited_since: float,
+        failures: Sequence[NightshiftError] = (),
+    ) -> None:
+        """Gives groups to the update of the next step; returns when the trainer is free again.
+
+        The groups of a step are trained with its final part, all of them or none. With a staleness bound of 0 the new
+        weights are on the servers then, otherwise their push goes on beside the next batch.
 
         Args:
-            groups: the batch.
-            waited_since: when the trainer began to wait for it, unix seconds.
-            failures: why groups failed since the batch before.
+            groups: that are ready, oldest first.
+            final: the batch is complete with them.
+            waited_since: when the trainer began to wait for them, unix seconds.
+            failures: why groups failed since the part before.
 
         Raises:
             NightshiftError: a role failed, or too much of the batch is unusable.
         """
         async with self._in_step:
-            waited = time.time() - waited_since
-            check_budget(groups, self._spec.rollout.n, self._spec.pipeline.failure_budget, failures)
-            adv_began = time.monotonic()
-            samples = [sample for group in groups for sample in group.samples]
-            report = compute_advantages(samples, self._spec.algorithm)
-            adv_seconds = time.monotonic() - adv_began
-            expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
-            metrics = batch_metrics(groups, self.step) | advantage_metrics(report)
-            metrics["rollout/failed_groups"] = float(len(failures))
-            metrics["rollout/kept_tokens"] = float(self._fleet.take_kept())
-            rejected = self._fleet.take_rejected()
-            metrics |= {f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()}
-            span = self._tracing.job_span(
-                "optimizer_step",
-                role="trainer",
-                links=[group.span for group in groups],
-                step=self.step + 1,
-                policy_version=str(new),
-                groups=[group.group_id for group in groups],
-            )
+            if self._open is None:
+                self._open = self._begin_update()
+            update = self._open
+            update.waited += time.time() - waited_since
+            update.failures += failures
+            if not final:
+                self.doing = f"part of step {update.step}"
+                span = self._span("update_part", update, groups, part=len(update.parts))
+                with self.training.work(), self._tracing.within(span) as traceparent:
+                    await update.add(groups, final=False, traceparent=traceparent)
+                self.doing = "waiting for groups"
+                return
+            batch = [*update.groups, *groups]
+            check_budget(batch, self._spec.rollout.n, self._spec.pipeline.failure_budget, update.failures)
+            self.doing = f"update of step {update.step}"
+            span = self._span("optimizer_step", update, batch, policy_version=update.new)
             with self.training.work(), self._tracing.within(span) as traceparent:
-                self.doing = f"update of step {self.step + 1}"
-                updated = await self._update(samples, str(expect), str(new), traceparent)
-                await self._books.train([group.index for group in groups], self.step + 1, self.lineage.number)
+                updated = await update.add(groups, final=True, traceparent=traceparent)
+                await self._books.train([group.index for group in batch], update.step, self.lineage.number)
                 self.step += 1
+                self._open = None
                 bound = self._admission.max_staleness
-                self._consumed.add(self.step, groups, n=self._spec.rollout.n, max_staleness=bound)
-                for group in groups:
+                self._consumed.add(self.step, batch, n=self._spec.rollout.n, max_staleness=bound)
+                for group in batch:
                     if group.waiting is not None:
                         group.waiting.end()
-                    group.span.set_attributes({"rl.step": self.step, "rl.policy_version": str(new)})
+                    group.span.set_attributes({"rl.step": self.step, "rl.policy_version": update.new})
                     group.span.end()
-            if self._spec.tracking.rollouts:
-                rows = rollout_rows(groups, self.step, str(expect))
-                await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
-            self.doing = "publishing weights"
-            if self._after is not None:
-                await self._after  # the push before this one, and its evaluation, come first
-            with self.training.work():
-                publication = await self._publish(groups)
-            metrics |= updated.metrics | self._times(groups, waited, adv_seconds, updated, publication)
-            self._check_rounding(publication, updated)
-            self._metrics = metrics
-            if self._save_due():
-                await self.checkpoint()
-            self.doing = "waiting for a batch"
-            self._after = asyncio.create_task(self._after_update(publication, metrics, len(groups), self._test_due()))
-            self._after.add_done_callback(self._note_failure)
-            if self._admission.max_staleness == 0:
-                await self._after
+            await self._finish(update, updated)
+
+    async def _finish(self, update: StepUpdate, updated: Updated) -> None:
+        """Everything that follows an applied update, until the trainer is free."""
+        groups = update.groups
+        metrics = self._step_metrics(update, updated)
+        self._note_update(update, updated)
+        if self._spec.tracking.rollouts:
+            rows = rollout_rows(groups, self.step, update.expect)
+            await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
+        self.doing = "publishing weights"
+        if self._after is not None:
+            await self._after  # the push before this one, and its evaluation, come first
+        with self.training.work():
+            publication = await self._publish(groups)
+        metrics |= self._times(update, updated, publication)
+        self._check_rounding(publication, updated)
+        self._metrics = metrics
+        if self._save_due():
+            await self.checkpoint()
+        self.doing = "waiting for a batch"
+        self._after = asyncio.create_task(self._after_update(publication, metrics, len(groups), self._test_due()))
+        self._after.add_done_callback(self._note_failure)
+        if self._admission.max_staleness == 0:
+            await self._after
 
     async def settle(self) -> None:
         """Waits for the push and the evaluation that are still running."""
@@ -250,9 +276,8 @@ class Stepper:
         self._checkpoints.rotate(self._spec.checkpoint.keep)
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))
 
-    async def _update(self, samples: list[Any], expect: str, new: str, traceparent: str) -> Updated:
+    def _begin_update(self) -> StepUpdate:
         config = self._spec.trainer
-        used = trainable(samples)
         rate = learning_rate(
             self.step - self._skipped,
             peak=config.learning_rate,
@@ -260,25 +285,55 @@ class Stepper:
             warmup_steps=config.warmup_steps,
             total_steps=self._total_steps,
         )
-        rollout = self._spec.rollout
-        loss = loss_spec(self._spec.algorithm, used, rollout.temperature, rollout.max_response_length)
-        updated = await self._trainer.update(
-            used, loss, step=self.step + 1, expect=expect, new=new, learning_rate=rate, traceparent=traceparent
+        expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
+        return StepUpdate(
+            self._spec,
+            self._trainer,
+            self._events,
+            step=self.step + 1,
+            expect=str(expect),
+            new=str(new),
+            rate=rate,
         )
-        updated.metrics.setdefault("lr", rate)
-        updated.metrics["update/skipped"] = float(not updated.stepped)
+
+    def _span(self, name: str, update: StepUpdate, groups: Sequence[Group], **attributes: Any) -> Span:
+        return self._tracing.job_span(
+            name,
+            role="trainer",
+            links=[group.span for group in groups],
+            step=update.step,
+            groups=[group.group_id for group in groups],
+            **attributes,
+        )
+
+    def _step_metrics(self, update: StepUpdate, updated: Updated) -> dict[str, float]:
+        metrics = batch_metrics(update.groups, update.step - 1) | dropped_metrics(self.dropped)
+        self.dropped = []
+        if update.report is not None:
+            metrics |= advantage_metrics(update.report)
+        metrics["rollout/failed_groups"] = float(len(update.failures))
+        metrics["rollout/kept_tokens"] = float(self._fleet.take_kept())
+        rejected = self._fleet.take_rejected()
+        metrics |= {f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()}
+        metrics |= updated.metrics
+        metrics.setdefault("lr", update.learning_rate)
+        metrics["update/skipped"] = float(not updated.stepped)
+        metrics["update/parts"] = float(len(update.parts))
+        metrics["update/attempts"] = float(update.attempt + 1)
+        return metrics
+
+    def _note_update(self, update: StepUpdate, updated: Updated) -> None:
         if not updated.stepped:
             self._skipped += 1
-            self._events.append("warning", role="trainer", message=f"step {self.step + 1} had nothing to learn from")
+            self._events.append("warning", role="trainer", message=f"step {update.step} had nothing to learn from")
         ratio = updated.metrics.get("log_ratio/abs_mean", 0.0)
-        if self.step == 0 and ratio > self._spec.algorithm.max_log_ratio_warn:
+        if update.step == 1 and ratio > self._spec.algorithm.max_log_ratio_warn:
             self._events.append(
                 "warning",
                 role="trainer",
                 message=f"mean |log ratio| between trainer and sampler is {ratio:.3g} in the first step: check that "
                 "both use the same precision, temperature and attention",
             )
-        return updated
 
     async def _publish(self, groups: Sequence[Group] = ()) -> Publication:
         version = str(self.lineage.version(self.step))
@@ -350,18 +405,16 @@ class Stepper:
                 "(rollout.dtype) or a larger trainer.learning_rate avoids it; the metric is sync/changed_fraction",
             )
 
-    def _times(
-        self, groups: Sequence[Group], waited: float, adv: float, updated: Updated, publication: Publication
-    ) -> dict[str, float]:
+    def _times(self, update: StepUpdate, updated: Updated, publication: Publication) -> dict[str, float]:
         roles = {"rollout": "timing/gen", "reward": "timing/reward", "reference": "timing/ref"}
         times = {
-            name: covered(group.intervals[role] for group in groups if role in group.intervals)
+            name: covered(group.intervals[role] for group in update.groups if role in group.intervals)
             for role, name in roles.items()
         }
         return {
             **times,
-            "timing/wait": waited,
-            "timing/adv": adv,
+            "timing/wait": update.waited,
+            "timing/adv": update.advantage_seconds,
             "timing/update_actor": updated.seconds,
             "timing/publish": publication.seconds,
             "sync/changed_fraction": publication.changed_fraction,

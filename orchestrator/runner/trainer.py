@@ -18,6 +18,12 @@ from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 60.0
+#: Status of an update that was not applied and may be tried again: out of order, or an error inside the trainer.
+_ATTEMPT_FAILED = frozenset({grpc.StatusCode.ABORTED, grpc.StatusCode.INTERNAL})
+
+
+class AttemptFailedError(RoleError):
+    """An attempt at an update failed and left the weights as they were: another one may succeed."""
 
 
 class TrainerLostError(RoleError):
@@ -40,7 +46,7 @@ class Publication:
 
 @dataclass(slots=True)
 class Updated:
-    """Result of one optimiser step."""
+    """Result of a part of an update; of the whole step where it was the last part."""
 
     stepped: bool
     metrics: dict[str, float]
@@ -103,16 +109,22 @@ class TrainerClient:
         learning_rate: float,
         traceparent: str,
         attempt: int = 0,
+        part: int = 0,
+        final: bool = True,
     ) -> Updated:
-        """Makes one optimiser step on a whole batch."""
+        """Adds a part of a batch; the final part makes the optimiser step.
+
+        Raises:
+            AttemptFailedError: the trainer failed below this part, and what it had of this attempt is gone.
+        """
         request = trainer_pb2.UpdateRequest(
             context=self._context(traceparent, expect),
             step=step,
             attempt=attempt,
             expect_version=expect,
             new_version=new,
-            part=0,
-            final=True,
+            part=part,
+            final=final,
             samples=pack_samples(list(samples)),
             loss=pack_loss(loss),
             learning_rate=learning_rate,
@@ -163,6 +175,8 @@ class TrainerClient:
                     raise VersionConflictError(f"{name} refused: {cause}", role="trainer") from error
                 if self._replaced():
                     raise TrainerLostError("it was started again", role="trainer") from error
+                if name == "Update" and code in _ATTEMPT_FAILED:
+                    raise AttemptFailedError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
                 if code is not grpc.StatusCode.UNAVAILABLE:
                     raise RoleError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
                 if time.monotonic() + pause > deadline:

@@ -8,7 +8,7 @@ import numpy as np
 
 from nightshift.config.algorithm import POLICY_LOSSES as POLICY_LOSS_NAMES
 from nightshift.config.algorithm import PREFERENCE_LOSSES
-from nightshift.wire.errors import BadInputError
+from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec, Sample
 from nightshift.wire.scoring import SequenceInput
 from services.trainer.aggregate import AGGREGATIONS
@@ -23,6 +23,10 @@ _IMPORTANCE = frozenset(
     {"importance_cap", "importance_floor", "importance_mask", "sequence_importance_cap", "sequence_importance_mask"}
 )
 _OPTIONS = _IMPORTANCE | {"dual_clip", "behaviour_cap", "beta", "label_smoothing", "value_clip"}
+
+
+class NonFiniteGradientError(RoleError):
+    """The gradient holds NaN or infinity; the optimiser step was not made."""
 
 
 def check_loss_spec(spec: LossSpec) -> None:

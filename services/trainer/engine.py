@@ -16,15 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nightshift.wire.errors import RoleError
+from services.trainer.checks import NonFiniteGradientError
 from services.trainer.config import RankConfig
 
 #: Elements that are reduced or gathered in one collective.
 _BUCKET_ELEMENTS = 25_000_000
-
-
-class NonFiniteGradientError(RoleError):
-    """The gradient holds NaN or infinity; the optimiser step was not made."""
 
 
 def init_process_group(rank: int, world: int, init_method: str | None, device: str, timeout_s: float = 600.0) -> None:

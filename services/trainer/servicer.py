@@ -19,6 +19,7 @@ from nightshift.wire.errors import (
 )
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.v1 import trainer_pb2, trainer_pb2_grpc
+from services.trainer.checks import NonFiniteGradientError
 from services.trainer.coordinator import Coordinator, RankFailedError, UpdateCall
 from services.trainer.updates import OrderError, PartKey
 
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 _CODES: tuple[tuple[type[NightshiftError], grpc.StatusCode], ...] = (
     (RankFailedError, grpc.StatusCode.UNAVAILABLE),
     (VersionConflictError, grpc.StatusCode.FAILED_PRECONDITION),
-    (OrderError, grpc.StatusCode.FAILED_PRECONDITION),
+    (OrderError, grpc.StatusCode.ABORTED),  # a new attempt may succeed
+    (NonFiniteGradientError, grpc.StatusCode.OUT_OF_RANGE),  # a new attempt would end in the same way
     (RoleTimeoutError, grpc.StatusCode.UNAVAILABLE),
     (BadInputError, grpc.StatusCode.INVALID_ARGUMENT),
     (WireError, grpc.StatusCode.INVALID_ARGUMENT),

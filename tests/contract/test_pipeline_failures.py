@@ -292,7 +292,7 @@ async def test_an_error_that_nobody_foresaw_ends_the_run_with_a_sentence(
     def broken(*_arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("orchestrator.runner.stepper.compute_advantages", broken)
+    monkeypatch.setattr("orchestrator.runner.update.compute_advantages", broken)
     async with FakeRun(tmp_path, prompts=4) as run:
         assert await run.run() == 1
         assert run.error() == "ZeroDivisionError: a bug"

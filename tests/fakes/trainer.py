@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ class Update:
     stepped: bool
     context: Any
     weights: np.ndarray  # [V] after it
+    parts: list[int]  # samples of each part
+
+
+@dataclass
+class Open:
+    """An attempt that parts are added to."""
+
+    step: int
+    attempt: int
+    parts: list[list[Sample]] = field(default_factory=list)
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -57,13 +67,17 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.optimizer_steps = 0
         self.updates: list[Update] = []
         self.repeated = 0
+        self.received: list[tuple[int, int, int]] = []  # (step, attempt, part) of each part that was taken
+        self.parts: list[int] = []  # samples of each part of the last update
+        self.abandoned: list[tuple[int, int]] = []  # (step, attempt) of each attempt that came to nothing
         self.saves: list[str] = []
         self.published: list[str] = []
         self.contexts: list[Any] = []
         self.saving = asyncio.Event()
         self.incarnation = 1
         self.port = 0
-        self._last: tuple[tuple[int, str], Any] | None = None
+        self._answers: dict[tuple[int, int, int, str], Any] = {}
+        self._open: Open | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -83,7 +97,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def die(self) -> None:
         """Goes away for good, with its weights."""
         await self.stop()
-        self.weights, self.version, self.optimizer_steps, self._last = policy.base_bias() + 1.0, "", 0, None
+        self.weights, self.version, self.optimizer_steps = policy.base_bias() + 1.0, "", 0
+        self._answers, self._open = {}, None
 
     async def start_again(self) -> None:
         """Starts as another process would: on another port, with the model's own weights."""
@@ -121,18 +136,18 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             manifest = (folder / "manifest.json").read_text()
             self.optimizer_steps = json.loads(manifest)["optimizer_steps"]
         self.version = request.policy_version
-        self._last = None
+        self._answers, self._open = {}, None
         return trainer_pb2.LoadResponse(manifest=manifest, optimizer_steps=self.optimizer_steps)
 
     async def Update(self, request: Any, context: Any) -> Any:
         """One optimiser step of plain policy gradient with a KL term's pull towards the reference left out."""
         self.contexts.append(request.context)
         fault = await self._fault("Update", context)
-        key = (request.step, request.new_version)
-        if self._last is not None and self._last[0] == key:
+        key = (request.step, request.attempt, request.part, request.new_version)
+        if key in self._answers:
             self.repeated += 1
             answer = trainer_pb2.UpdateResponse()
-            answer.CopyFrom(self._last[1])
+            answer.CopyFrom(self._answers[key])
             answer.repeated = True
             return answer
         if request.expect_version != self.version:
@@ -140,11 +155,26 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION, f"holds {self.version!r}, not {request.expect_version!r}"
             )
         began = time.time()
-        samples, loss = unpack_samples(request.samples), unpack_loss(request.loss)
-        await self._work(samples)
-        answer = self._apply(request, samples, loss)
+        opened = self._open
+        if opened is None or (opened.step, opened.attempt) != (request.step, request.attempt):
+            self._abandon()
+            opened = self._open = Open(request.step, request.attempt)
+        if request.part != len(opened.parts):
+            await context.abort(grpc.StatusCode.ABORTED, f"part {request.part}, expected {len(opened.parts)}")
+        samples = unpack_samples(request.samples)
+        await self._work(samples, request.final)
+        opened.parts.append(samples)
+        self.received.append(key[:3])
+        if request.final:
+            self._open = None
+            samples = [sample for part in opened.parts for sample in part]
+            self.parts = [len(part) for part in opened.parts]
+            answer = self._apply(request, samples, unpack_loss(request.loss))
+        else:
+            answer = trainer_pb2.UpdateResponse(applied=False)
         answer.seconds = time.time() - began
-        self._last = (key, answer)
+        self._answers = {known: value for known, value in self._answers.items() if known[0] == request.step}
+        self._answers[key] = answer
         if fault == "lose_answer":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
         return answer
@@ -192,8 +222,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.saves.append(request.state_dir)
         return trainer_pb2.SaveResponse(seconds=0.001, bytes=self.weights.nbytes)
 
-    async def _work(self, samples: list[Sample]) -> None:
-        """Takes the time that these samples need: none."""
+    async def _work(self, samples: list[Sample], final: bool) -> None:
+        """Takes the time that a part needs: none."""
+
+    def _abandon(self) -> None:
+        if self._open is not None:
+            self.abandoned.append((self._open.step, self._open.attempt))
+        self._open = None
 
     async def _fault(self, method: str, context: Any) -> str:
         fault = self.faults.take(method)
@@ -205,6 +240,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if kind == "rank_died":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "[trainer] rank 0 died during update: its process ended")
         if kind == "internal":
+            if method == "Update":
+                self._abandon()
             await context.abort(grpc.StatusCode.INTERNAL, "planned failure: no space left on device")
         return kind
 
@@ -237,6 +274,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 stepped,
                 request.context,
                 self.weights.copy(),
+                self.parts,
             )
         )
         metrics = {"tokens": float(len(ratios)), "sequences": float(len(trained))}

@@ -44,9 +44,9 @@ class SimTrainer(FakeTrainer):
         self.busy_s = 0.0
         self._seen: set[str] = set()
 
-    async def _work(self, samples: list[Sample]) -> None:
+    async def _work(self, samples: list[Sample], final: bool) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)
-        seconds = self.step_s + tokens * self.token_s
+        seconds = final * self.step_s + tokens * self.token_s
         self.busy_s += seconds
         await self.clock.sleep(seconds)
 

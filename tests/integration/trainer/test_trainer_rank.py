@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nightshift.wire.experience import LossSpec, Sample, VersionSpan
-from services.trainer.aggregate import AGGREGATIONS, token_weights, weighted_sum
+from services.trainer.aggregate import AGGREGATIONS, divisor, token_weights, weighted_sum
 from services.trainer.batching import micro_batches, pad
+from services.trainer.checks import NonFiniteGradientError
 from services.trainer.config import RankConfig
-from services.trainer.engine import NonFiniteGradientError
 from services.trainer.losses import LossInputs, policy_loss
 from services.trainer.policy import load_policy, to_device
 from services.trainer.rank import TrainerRank
@@ -124,6 +124,21 @@ def test_o14_parts_whose_totals_come_at_the_end_give_the_whole_batch_s_step(make
         got = parts.apply(float(sum(sample.trained_tokens for sample in samples)), 1e-2)
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
     assert distance(weights(whole), weights(parts)) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_o14_a_streamed_update_is_the_whole_one(make: Make, aggregation: str) -> None:
+    samples = batch()
+    spec = LossSpec(aggregation=aggregation, constant_length=20, kl_coef=0.1, entropy_coef=0.01)
+    tokens, sequences = sum(sample.trained_tokens for sample in samples), len(samples)
+    whole, streamed = make(max_grad_norm=0.1), make(max_grad_norm=0.1)
+    for _ in range(3):
+        wanted = whole.update(samples, spec, 1e-2)
+        for part in (samples[:1], samples[1:3], samples[3:]):
+            streamed.accumulate(part, spec)
+        got = streamed.apply(divisor(aggregation, tokens, sequences, spec.constant_length), 1e-2)
+        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    assert distance(weights(whole), weights(streamed)) < 1e-6
 
 
 def test_all_zero_stages_make_the_same_steps(make: Make) -> None:

@@ -1,0 +1,125 @@
+"""The update of one step: its groups go to the trainer in one part, or in several as they become ready."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from nightshift.algorithms import AdvantageReport, compute_advantages
+from nightshift.config import JobSpec
+from nightshift.wire.errors import NightshiftError
+from nightshift.wire.events import EventLog
+from nightshift.wire.experience import LossSpec, Sample
+from orchestrator.runner.batch import loss_spec, trainable
+from orchestrator.runner.group import Group
+from orchestrator.runner.trainer import AttemptFailedError, TrainerClient, Updated
+
+_FIRST_PAUSE_S = 0.2
+
+
+class StepUpdate:
+    """Groups on their way into one optimiser step.
+
+    The trainer adds up partial sums. What they are divided by, the totals of the batch, is known to the last part alone
+    where there are several; a batch that comes whole carries them at once. A part that fails takes the attempt with
+    it: all groups are sent again, as one part of a new attempt, and the trainer forgets what it had added up.
+
+    Attributes:
+        groups: those that the trainer was given, in order.
+        parts: how many of them each part of the present attempt holds.
+        attempt: number of the attempt, from 0.
+        waited: seconds in which the trainer had nothing to do for want of groups.
+        failures: why groups failed that would have come into this step.
+        report: what the advantage stage counted; None before the first part.
+        advantage_seconds: what it took.
+        loss: what the last part carried, the totals included; None before.
+
+    Args:
+        step: number of the step, from 1.
+        expect: version of the weights that it starts from.
+        new: version that it makes.
+        learning_rate: of the step.
+    """
+
+    def __init__(
+        self, spec: JobSpec, trainer: TrainerClient, events: EventLog, *, step: int, expect: str, new: str, rate: float
+    ) -> None:
+        self.step, self.expect, self.new, self.learning_rate = step, expect, new, rate
+        self.groups: list[Group] = []
+        self.parts: list[int] = []
+        self.attempt = 0
+        self.waited = 0.0
+        self.failures: list[NightshiftError] = []
+        self.report: AdvantageReport | None = None
+        self.advantage_seconds = 0.0
+        self.loss: LossSpec | None = None
+        self._spec = spec
+        self._trainer = trainer
+        self._events = events
+        self._seconds = 0.0
+        self._peak = 0
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples of its groups."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    async def add(self, groups: Sequence[Group], *, final: bool, traceparent: str) -> Updated:
+        """Hands groups to the trainer; with the last ones it makes the step.
+
+        Returns:
+            What the trainer answered, with the seconds of all parts so far.
+
+        Raises:
+            NightshiftError: the trainer failed, in all attempts where another one could have helped.
+        """
+        self._weigh(groups)
+        self.groups += groups
+        part = list(groups)
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                updated = await self._send(part, final, traceparent)
+                break
+            except AttemptFailedError as error:
+                if self.attempt >= self._spec.pipeline.retries:
+                    raise
+                self.attempt += 1
+                self._events.append(
+                    "warning",
+                    role="trainer",
+                    message=f"{error.message}; step {self.step} is tried again from its first group, attempt "
+                    f"{self.attempt}",
+                )
+                part, self.parts = self.groups, []
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+        self.parts.append(len(part))
+        self._seconds += updated.seconds
+        self._peak = max(self._peak, updated.peak_memory_bytes)
+        return Updated(updated.stepped, updated.metrics, self._seconds, self._peak)
+
+    def _weigh(self, groups: Sequence[Group]) -> None:
+        began = time.monotonic()
+        samples = [sample for group in groups for sample in group.samples]
+        report = compute_advantages(samples, self._spec.algorithm)
+        self.report = report if self.report is None else self.report + report
+        self.advantage_seconds += time.monotonic() - began
+
+    async def _send(self, groups: Sequence[Group], final: bool, traceparent: str) -> Updated:
+        rollout = self._spec.rollout
+        whole = trainable(self.samples) if final else []
+        self.loss = loss_spec(self._spec.algorithm, whole, rollout.temperature, rollout.max_response_length)
+        return await self._trainer.update(
+            trainable([sample for group in groups for sample in group.samples]),
+            self.loss,
+            step=self.step,
+            expect=self.expect,
+            new=self.new,
+            learning_rate=self.learning_rate,
+            traceparent=traceparent,
+            attempt=self.attempt,
+            part=len(self.parts),
+            final=final,
+        )
