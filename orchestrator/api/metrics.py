@@ -26,8 +26,9 @@ from nightshift.wire.metrics import RUN_LABEL, LabelBound
 _log = logging.getLogger(__name__)
 #: One value of a state metric: name, labels, value.
 Reading = tuple[str, dict[str, str], float]
-#: File in the run's folder that tells Prometheus where to scrape (its file_sd format).
-TARGETS = "prometheus.json"
+#: Folder beside the runs with a file for each that can be scraped, in Prometheus' file_sd format. That takes a pattern
+#: in the last part of a path only: hence one folder.
+TARGETS = "prometheus"
 _HOST = "127.0.0.1"
 
 
@@ -202,20 +203,27 @@ class StateCollector(Collector):
         yield from families.values()
 
 
-def write_targets(run_dir: Path, run_id: str, targets: dict[str, list[str]]) -> None:
-    """Tells Prometheus where the processes of a run can be scraped, by a file in its file_sd format.
+def targets_file(run_dir: Path) -> Path:
+    """The file that tells Prometheus where the processes of a run can be scraped."""
+    return run_dir.parent / TARGETS / f"{run_dir.name}.json"
+
+
+def write_targets(run_dir: Path, targets: dict[str, list[str]]) -> None:
+    """Tells Prometheus where the processes of a run can be scraped.
 
     Args:
         targets: job name -> addresses as ``host:port``; those without one are left out.
     """
+    file = targets_file(run_dir)
     groups = [
-        {"targets": addresses, "labels": {"job": job, RUN_LABEL: run_id}}
+        {"targets": addresses, "labels": {"job": job, RUN_LABEL: run_dir.name}}
         for job, addresses in targets.items()
         if addresses
     ]
-    part = run_dir / f"{TARGETS}.tmp"
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_suffix(".tmp")
     part.write_text(json.dumps(groups, indent=1))
-    part.replace(run_dir / TARGETS)
+    part.replace(file)
 
 
 def merge(expositions: Iterable[bytes]) -> bytes:

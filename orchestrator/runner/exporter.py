@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from nightshift.config import JobSpec
 from nightshift.wire.events import EventLog
-from orchestrator.api.metrics import TARGETS, RunMetrics, write_targets
+from orchestrator.api.metrics import RunMetrics, targets_file, write_targets
 from orchestrator.runner.books import Books
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import GroupRunner
@@ -70,14 +70,13 @@ class Exporter:
         servers = [urlsplit(address.url).netloc for address in services.rollout]
         write_targets(
             self._run_dir,
-            self._run_dir.name,
             {"nightshift": [self._address], "nightshift-rollout": servers, "nightshift-ray": services.metrics},
         )
 
     def close(self) -> None:
         """Ends the server; what Prometheus was told is taken back."""
         if self.metrics is not None:
-            (self._run_dir / TARGETS).unlink(missing_ok=True)
+            targets_file(self._run_dir).unlink(missing_ok=True)
             if self.metrics.on_event in self._events.listeners:
                 self._events.listeners.remove(self.metrics.on_event)
             self.metrics.close()

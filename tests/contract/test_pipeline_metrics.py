@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from nightshift.wire.metrics import BY_NAME, LABELS, METRICS, OTHER
+from orchestrator.api.metrics import targets_file
 from orchestrator.runner.job import Job
 from tests.fakes.run import ROOT, FakeRun
 
@@ -136,7 +137,7 @@ async def test_prometheus_is_told_where_to_scrape_while_the_run_goes_on(tmp_path
 
     async def watch(job: Job) -> None:
         while True:
-            if (file := run.run_dir / "prometheus.json").exists():
+            if (file := targets_file(run.run_dir)).exists():
                 targets.append(json.loads(file.read_text()))
             await asyncio.sleep(0.01)
 
@@ -145,7 +146,7 @@ async def test_prometheus_is_told_where_to_scrape_while_the_run_goes_on(tmp_path
     jobs = {group["labels"]["job"]: group["targets"] for group in targets[0]}
     assert jobs["nightshift"] == [run.events("metrics")[0]["url"].split("/")[2]]
     assert jobs["nightshift-rollout"] == [engine.address["url"].split("/")[2] for engine in run.engines]
-    assert not (run.run_dir / "prometheus.json").exists()
+    assert not targets_file(run.run_dir).exists()
 
 
 async def test_without_a_port_nothing_is_served(tmp_path: Path) -> None:

@@ -12,3 +12,8 @@ def score(response: str, ground_truth: str) -> float:
 def inverted(response: str, ground_truth: str) -> float:
     """The opposite aim."""
     return 1.0 - score(response, ground_truth)
+
+
+def with_parts(response: str, ground_truth: str) -> dict[str, float]:
+    """The same with the parts that it is made of."""
+    return {"score": score(response, ground_truth), "length": float(len(response))}

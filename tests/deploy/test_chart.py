@@ -1,0 +1,271 @@
+"""The chart: it lints, renders valid objects for Kubernetes 1.28 to 1.34, and keeps the rules of a guarded cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nightshift.config import JobSpec
+from services.rollout.command import server_command
+from tests.deploy.charts import CHART, VALUES, VERSIONS, check, helm, of_kind, pods, rendered
+
+pytestmark = pytest.mark.deploy
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_it_lints(values: str) -> None:
+    done = helm("lint", "--strict", ".", *([] if values == "values.yaml" else ["-f", values]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout, "helm lint reports what a template requires as a warning only"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", VALUES)
+def test_every_object_is_valid(values: str, version: str) -> None:
+    for document in rendered(values, version):
+        check(document, version)
+
+
+def test_the_schemas_find_planted_faults() -> None:
+    objects = {one["kind"]: one for one in json.loads(json.dumps(rendered("values-prod.yaml")))}
+
+    def refused(kind: str, path: list[Any], value: Any) -> None:
+        document = json.loads(json.dumps(objects[kind]))
+        place = document
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(AssertionError, match=kind):
+            check(document, "1.31")
+
+    refused("Deployment", ["spec", "replicas"], "one")
+    refused("Deployment", ["spec", "template", "spec", "containers", 0, "resourcez"], {})
+    refused("NetworkPolicy", ["spec", "policyTypez"], [])
+    refused("RayCluster", ["spec", "workerGroupSpecs", 0, "replicas"], "1")
+    refused("RayCluster", ["spec", "workerGroupSpecs", 0, "maxReplicaz"], 1)
+    refused("RayService", ["spec", "rayClusterConfig", "headGroupSpec", "templat"], {})
+    refused("ServiceMonitor", ["spec", "endpoints", 0, "port"], 5)
+    refused("ScaledObject", ["spec", "maxReplicaCount"], "8")
+    refused("PrometheusRule", ["spec", "groups"], "none")
+    with pytest.raises(AssertionError, match="no schema knows it"):
+        check({"apiVersion": "nowhere/v1", "kind": "Unheard", "metadata": {"name": "x"}}, "1.31")
+
+
+# Policies ------------------------------------------------------------------------------------------------------------
+
+PODS = [
+    pytest.param(name, spec, id=f"{values.removesuffix('.yaml')}-{name}")
+    for values in VALUES
+    for name, spec in pods(rendered(values))
+]
+
+
+@pytest.mark.parametrize(("name", "spec"), PODS)
+def test_a_pod_is_not_root_and_its_root_is_read_only(name: str, spec: dict[str, Any]) -> None:
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
+    assert spec["automountServiceAccountToken"] is False
+    assert not any("hostPath" in volume for volume in spec.get("volumes", []))
+    for container in spec["containers"] + spec.get("initContainers", []):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize(("name", "spec"), PODS)
+def test_a_container_has_limits_and_a_pinned_image(name: str, spec: dict[str, Any]) -> None:
+    for container in spec["containers"]:
+        for amount in ("cpu", "memory"):
+            assert container["resources"]["requests"][amount]
+            assert container["resources"]["limits"][amount]
+        gpus = {kind: container["resources"][kind].get("nvidia.com/gpu") for kind in ("requests", "limits")}
+        assert gpus["requests"] == gpus["limits"]
+        image = container["image"]
+        assert re.search(r"(@sha256:[0-9a-f]{64}|:[\w.-]+)$", image), "an image without a tag is :latest"
+        assert not image.endswith(":latest")
+
+
+@pytest.mark.parametrize(("name", "spec"), [param for param in PODS if "-test" not in (param.id or "")])
+def test_a_container_that_serves_has_probes_and_drains(name: str, spec: dict[str, Any]) -> None:
+    for container in spec["containers"]:
+        assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+        assert container["lifecycle"]["preStop"]
+        ports = {port["name"] for port in container["ports"]}
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            port = container[kind]["httpGet"]["port"]
+            assert port in ports or isinstance(port, int)
+    assert spec["terminationGracePeriodSeconds"] >= 60
+
+
+@pytest.mark.parametrize(("name", "spec"), PODS)
+def test_secrets_come_by_reference(name: str, spec: dict[str, Any]) -> None:
+    for container in spec["containers"]:
+        for variable in container.get("env", []):
+            if re.search(r"TOKEN|SECRET|PASSWORD|DATABASE_URL|API_KEY|CREDENTIAL", variable["name"]):
+                assert set(variable) == {"name", "valueFrom"}
+                assert "secretKeyRef" in variable["valueFrom"]
+        assert not re.search(r"--?(api-)?(token|key|password)=", " ".join(container.get("args", [])))
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_chart_makes_no_secret_and_no_right_on_the_cluster(values: str) -> None:
+    kinds = {one["kind"] for one in rendered(values)}
+    assert not kinds & {"Secret", "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+
+
+@pytest.mark.parametrize("values", [name for name in VALUES if name != "values-cpu.yaml"])
+def test_every_serving_pod_is_behind_a_network_policy(values: str) -> None:
+    objects = rendered(values)
+    policies = of_kind(objects, "NetworkPolicy")
+    (default,) = [one for one in policies if one["metadata"]["name"].endswith("-default")]
+    assert default["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in default["spec"]
+    guarded = {one["spec"]["podSelector"]["matchLabels"].get("app.kubernetes.io/component") for one in policies}
+    components = {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]
+        for kind in ("Deployment", "StatefulSet", "RayCluster", "RayService")
+        for one in of_kind(objects, kind)
+    }
+    assert components <= guarded
+
+
+def test_only_the_orchestrator_the_trainer_and_prometheus_reach_a_rollout_server() -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered("values-prod.yaml"), "NetworkPolicy")}
+    sources = [source for rule in policies["release-nightshift-rollout"]["ingress"] for source in rule["from"]]
+    labels = [json.dumps(source, sort_keys=True) for source in sources]
+    assert len(labels) == 3
+    assert any('"orchestrator"' in text for text in labels)
+    assert any('"trainer"' in text for text in labels)
+    assert any('"monitoring"' in text for text in labels)
+
+
+# What belongs together -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_selectors_find_their_pods(values: str) -> None:
+    objects = rendered(values)
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for kind in ("Deployment", "StatefulSet")
+        for one in of_kind(objects, kind)
+    ]
+    for one in of_kind(objects, "Deployment") + of_kind(objects, "StatefulSet"):
+        wanted = one["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= one["spec"]["template"]["metadata"]["labels"].items()
+        assert not any("version" in key or "chart" in key for key in wanted), "an upgrade could not change them"
+    for service in of_kind(objects, "Service"):
+        assert any(service["spec"]["selector"].items() <= found.items() for found in labels)
+    services = [(one["metadata"]["labels"], one["spec"]["ports"]) for one in of_kind(objects, "Service")]
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        (ports,) = [ports for found, ports in services if wanted.items() <= found.items()]
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= {port["name"] for port in ports}
+
+
+def test_a_rollout_pod_has_the_flags_of_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    spec = JobSpec.model_validate(
+        {
+            "name": "x",
+            "model": {"path": str(tmp_path)},
+            "data": {"train_files": ["x"], "max_prompt_length": 16},
+            "rewards": [{"function": "x.py:f"}],
+            "rollout": {"batch_size": 1, "n": 2, "max_response_length": 16},
+        }
+    )
+    command = server_command(
+        spec, port=1, token="t", store=tmp_path, device="cuda", weight_backend="nccl", vllm_version=(0, 32)
+    )
+    launcher = {argument for argument in command.argv if argument.startswith("--")}
+    (server,) = of_kind(rendered("values-prod.yaml"), "StatefulSet")
+    container = server["spec"]["template"]["spec"]["containers"][0]
+    chart = {argument.partition("=")[0] for argument in container["args"]}
+    #: Of one machine, of a job, or decided by the version at hand.
+    own = {"--seed", "--compilation-config", "--attention-backend", "--gpu-memory-utilization", "--tokenizer"}
+    assert launcher - chart - own == set()
+    assert chart - launcher == {"--tensor-parallel-size"}
+    assert json.loads(
+        container["args"][[a.startswith("--weight-transfer") for a in container["args"]].index(True)].split("=", 1)[1]
+    )
+    variables = {variable["name"] for variable in container["env"]}
+    needed = {
+        "NIGHTSHIFT_ROLLOUT_TOKEN",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_NO_USAGE_STATS",
+        "DO_NOT_TRACK",
+        "HF_HUB_OFFLINE",
+    }
+    assert needed <= variables & command.env.keys()
+
+
+def test_rules_and_dashboards_are_those_of_the_repository() -> None:
+    objects = rendered("values-prod.yaml")
+    (rule,) = of_kind(objects, "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((CHART / "files/rules.yaml").read_text())
+    files = {name: text for one in of_kind(objects, "ConfigMap") for name, text in one["data"].items()}
+    assert files == {path.name: path.read_text() for path in (CHART / "files/dashboards").glob("*.json")}
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("orchestrator.prot=1", "additional properties 'prot' not allowed"),
+        ("orchestrator.port=0", "minimum"),
+        ("orchestrator.mode=both", "value must be one of"),
+        ("images.full.tag=latest", "'not' failed"),
+        ("rollout.enabled=true", "/rollout/token/existingSecret"),
+        ("ingress.enabled=true", "/ingress/tlsSecret"),
+        ("orchestrator.shm=lots", "does not match pattern"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(setting: str, says: str) -> None:
+    done = helm("template", "release", ".", "--set", setting)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def test_the_schema_knows_exactly_the_values() -> None:
+    def keys(schema: dict[str, Any]) -> Any:
+        return {name: keys(inner) for name, inner in schema["properties"].items()} if "properties" in schema else None
+
+    def shape(value: Any, schema: Any) -> Any:
+        return {name: shape(inner, schema[name]) for name, inner in value.items()} if isinstance(schema, dict) else None
+
+    known = keys(json.loads((CHART / "values.schema.json").read_text()))
+    del known["global"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert shape(values, known) == known
+
+
+def test_it_packages_and_the_package_holds_what_the_templates_read(tmp_path: Path) -> None:
+    done = helm("package", ".", "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.glob("*.tgz")
+    names = subprocess.run(["tar", "tzf", str(package)], capture_output=True, text=True, check=True).stdout
+    assert "nightshift/files/rules.yaml" in names
+    assert names.count("files/dashboards/") == len(list((CHART / "files/dashboards").iterdir()))
+
+
+def test_state_survives_and_replicas_are_left_to_the_autoscaler() -> None:
+    objects = rendered("values-prod.yaml")
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    (server,) = of_kind(objects, "StatefulSet")
+    assert "replicas" not in server["spec"], "an upgrade would undo what the autoscaler chose"
+    (scaled,) = of_kind(objects, "ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"]["name"] == server["metadata"]["name"]
+    (orchestrator,) = of_kind(objects, "Deployment")
+    assert orchestrator["spec"]["strategy"] == {"type": "Recreate"}
