@@ -21,7 +21,13 @@ from orchestrator.runner.job import Job
 from tests.fakes.run import ROOT, FakeRun
 
 PAGE = ROOT / "docs" / "observability.md"
-ON = {"resources": {"ports": {"metrics": 0}}}
+#: Deadlines that a busy machine keeps too: none of these tests is about time.
+ON = {
+    "resources": {"ports": {"metrics": 0}},
+    "pipeline": {"role_timeout_s": 90.0},
+    "scorers": {"timeout_s": 60.0},
+    "rollout": {"request_timeout_s": 60.0},
+}
 #: Metrics that a run on the fakes has no occasion for.
 NEVER_HERE = {
     # of a critic, of a KL in the reward, of a GPU, of an algorithm of one's own
@@ -59,7 +65,7 @@ async def scrapes(run: FakeRun) -> AsyncIterator[str]:
                 return
             assert answer.status_code == 200
             yield answer.text
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
 
 async def scraped_run(folder: Path, **settings: Any) -> tuple[FakeRun, str]:
@@ -75,7 +81,7 @@ async def scraped_run(folder: Path, **settings: Any) -> tuple[FakeRun, str]:
         run.engine.faults.plan("503", "g0000002.1", times=1)
         run.engine.faults.plan("positive_logprob", "g0000003.0", times=1)
         run.engine.faults.plan("400", "g0000004.", times=2)  # both of its samples: the group fails, with a warning
-        assert await run.run(watch=watch) == 0, run.error()
+        assert await run.run(watch=watch, limit_s=120.0) == 0, run.error()
         return run, last
 
 
@@ -110,7 +116,7 @@ async def test_the_ledger_balances_at_every_scrape_and_the_state_is_that_of_the_
             texts.append(text)
 
     async with FakeRun(tmp_path, prompts=12, token_s=0.004, **ON) as run:
-        assert await run.run(watch=watch) == 0, run.error()
+        assert await run.run(watch=watch, limit_s=120.0) == 0, run.error()
     running = [dict_of(text) for text in texts if "nightshift_ledger_groups{" in text]
     assert len(running) > 5
     assert {found["nightshift_ledger_imbalance_groups"] for found in running} == {0.0}
@@ -142,7 +148,7 @@ async def test_prometheus_is_told_where_to_scrape_while_the_run_goes_on(tmp_path
             await asyncio.sleep(0.01)
 
     async with FakeRun(tmp_path, servers=2, **ON) as run:
-        assert await run.run(watch=watch) == 0, run.error()
+        assert await run.run(watch=watch, limit_s=120.0) == 0, run.error()
     jobs = {group["labels"]["job"]: group["targets"] for group in targets[0]}
     assert jobs["nightshift"] == [run.events("metrics")[0]["url"].split("/")[2]]
     assert jobs["nightshift-rollout"] == [engine.address["url"].split("/")[2] for engine in run.engines]
