@@ -18,6 +18,8 @@ from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 60.0
+#: A server that goes down while it works on a call may cancel it. A call that is cancelled here raises something else.
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 #: Status of an update that was not applied and may be tried again: out of order, or an error inside the trainer.
 _ATTEMPT_FAILED = frozenset({grpc.StatusCode.ABORTED, grpc.StatusCode.INTERNAL})
 
@@ -177,7 +179,7 @@ class TrainerClient:
                     raise TrainerLostError("it was started again", role="trainer") from error
                 if name == "Update" and code in _ATTEMPT_FAILED:
                     raise AttemptFailedError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
-                if code is not grpc.StatusCode.UNAVAILABLE:
+                if code not in _AWAY:
                     raise RoleError(f"{name} failed ({code.name}): {cause}", role="trainer") from error
                 if time.monotonic() + pause > deadline:
                     raise TrainerLostError(f"away for {self._away_s:g} s: {cause}", role="trainer") from error
