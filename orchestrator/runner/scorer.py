@@ -17,7 +17,7 @@ from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 30.0
-#: Codes after which the call may be made again: the scorer restarts (and cancels the calls that it has), or its queue is
+#: Codes after which the call may be made again: the scorer restarts (and cancels what it is at), or its queue is
 #: full.
 _AGAIN = frozenset(
     {
