@@ -79,6 +79,11 @@ def resolve_models(spec: JobSpec, say: Callable[[str], None]) -> None:
     reference = spec.scorers.reference.model
     if spec.needs_reference and reference is not None and not reference.startswith(_GRPC):
         spec.scorers.reference.model = local(reference)
+    teacher, critic = spec.scorers.teacher, spec.scorers.critic
+    if spec.needs_teacher and teacher is not None and not teacher.model.startswith(_GRPC):
+        teacher.model = local(teacher.model)
+    if critic is not None and critic.model is not None:
+        critic.model = local(critic.model)
 
 
 def check_weight_store(spec: JobSpec) -> None:

@@ -54,6 +54,10 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
         spec.model.tokenizer = _model(spec.model.tokenizer, base, "model.tokenizer", problems)
     if spec.scorers.reference.model is not None:
         spec.scorers.reference.model = _model(spec.scorers.reference.model, base, "scorers.reference.model", problems)
+    for role in ("teacher", "critic"):
+        section = getattr(spec.scorers, role)
+        if section is not None and section.model is not None:
+            section.model = _model(section.model, base, f"scorers.{role}.model", problems)
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, PythonReward):
             reward.function = _function(reward.function, base, f"rewards[{index}].function", problems, is_reward=True)

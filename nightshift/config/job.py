@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
-from nightshift.config.algorithm import AlgorithmConfig
+from nightshift.config.algorithm import POLICY_LOSSES, PREFERENCE_LOSSES, AlgorithmConfig
 from nightshift.config.base import Section
 from nightshift.config.checkpoint import CheckpointConfig
 from nightshift.config.data import DataConfig
@@ -22,6 +22,8 @@ from nightshift.config.trainer import TrainerConfig
 from nightshift.wire.errors import BadInputError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Estimators that need a critic.
+VALUE_ESTIMATORS = frozenset({"gae", "vtrace"})
 #: Estimators that compare the samples of one prompt: with one sample there is nothing to compare.
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 
@@ -42,7 +44,7 @@ class JobSpec(Section):
 
     model: ModelConfig
     data: DataConfig
-    rewards: list[RewardConfig] = Field(min_length=1)
+    rewards: list[RewardConfig]
     algorithm: AlgorithmConfig = AlgorithmConfig()
     pipeline: PipelineConfig = PipelineConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -52,6 +54,17 @@ class JobSpec(Section):
     tracking: TrackingConfig = TrackingConfig()
     resources: ResourcesConfig = ResourcesConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_no_rewards(cls, values: Any) -> Any:
+        """Jobs that learn from pairs or from a teacher need no rewards: the key may be left out."""
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        if isinstance(algorithm, dict) and "rewards" not in values:
+            pairs = algorithm.get("policy_loss") in PREFERENCE_LOSSES
+            if pairs or algorithm.get("estimator") == "distillation":
+                return {**values, "rewards": []}
+        return values
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
@@ -60,6 +73,7 @@ class JobSpec(Section):
                 f"rollout.n is {rollout.n}, but the estimator {self.algorithm.estimator!r} compares the samples of one "
                 "prompt: set rollout.n to 2 or more, or choose another algorithm.estimator"
             )
+        self._check_roles()
         if rollout.top_p != 1.0 or rollout.top_k != -1:
             raise ValueError(
                 "rollout.top_p and rollout.top_k cut the sampled distribution, which biases the ratio between trainer "
@@ -84,10 +98,54 @@ class JobSpec(Section):
             raise ValueError(f"several rewards need different names, got {names}")
         return self
 
+    def _check_roles(self) -> None:
+        algorithm, critic = self.algorithm, self.scorers.critic
+        if not self.rewards and not self.is_preference and algorithm.estimator != "distillation":
+            raise ValueError("'rewards' is missing: give a list with at least one reward")
+        if self.is_preference:
+            if critic is not None:
+                raise ValueError(f"policy_loss {algorithm.policy_loss!r} trains on pairs: it has no use for a critic")
+            return
+        if algorithm.estimator in VALUE_ESTIMATORS and critic is None:
+            raise ValueError(
+                f"algorithm.estimator {algorithm.estimator!r} needs the values of a critic: give scorers.critic "
+                "(critic: {} takes all defaults), or choose another algorithm.estimator"
+            )
+        if algorithm.estimator == "vtrace" and POLICY_LOSSES[algorithm.policy_loss]:
+            raise ValueError(
+                f"algorithm.policy_loss {algorithm.policy_loss!r} corrects for the sampler, which the advantages of "
+                "vtrace do already: set it to ppo_clip_proximal"
+            )
+        if algorithm.estimator == "distillation" and self.scorers.teacher is None:
+            raise ValueError("algorithm.estimator 'distillation' needs a teacher: give scorers.teacher.model")
+        buffer = algorithm.overlong_buffer
+        if buffer is not None and buffer > self.rollout.max_response_length:
+            raise ValueError(
+                f"algorithm.overlong_buffer {buffer} is more than rollout.max_response_length "
+                f"{self.rollout.max_response_length}"
+            )
+        if algorithm.filter_zero_spread and self.rollout.n < 2:
+            raise ValueError("algorithm.filter_zero_spread compares a prompt's samples: set rollout.n to 2 or more")
+        if critic is not None and self.rollout.batch_size * self.rollout.n % critic.ranks:
+            raise ValueError(
+                f"rollout.batch_size x rollout.n is {self.rollout.batch_size * self.rollout.n}, which "
+                f"{critic.ranks} scorers.critic.ranks do not divide"
+            )
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether the job trains on pairs of a chosen and a rejected response, and samples nothing."""
+        return self.algorithm.is_preference
+
     @property
     def needs_reference(self) -> bool:
         """Whether the reference model is started and asked."""
-        return self.algorithm.kl_coef > 0
+        return self.algorithm.kl_coef > 0 or self.is_preference
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the teacher is started and asked."""
+        return self.scorers.teacher is not None and self.algorithm.estimator == "distillation"
 
     def steps_for(self, prompts: int) -> int:
         """Optimiser steps of a run over so many prompts.

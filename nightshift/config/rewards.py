@@ -38,6 +38,9 @@ class PythonReward(Section):
     weight: float = 1.0
     """Factor in the sum of all rewards of the job."""
 
+    data_sources: list[str] | None = None
+    """Only prompts of these data sources are scored by it; null: all."""
+
     timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one sample; after it the sample is unscored and the worker is replaced."""
 
@@ -56,6 +59,8 @@ class RemoteReward(Section):
     """Name in the metrics."""
     weight: float = 1.0
     """Factor in the sum of all rewards of the job."""
+    data_sources: list[str] | None = None
+    """Only prompts of these data sources are scored by it; null: all."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one call."""
 

@@ -17,6 +17,7 @@ from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.critic import Critic
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.fleet import Fleet
@@ -106,15 +107,26 @@ class Attempt:
             replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
         )
         self._closing.append(trainer)
-        rewards, reference = self._scorers(services)
-        self._closing += [client for _, _, client in rewards] + ([reference] if reference else [])
-        await self._check_roles(trainer, rewards, reference, inputs.tokenizer)
+        rewards, models = self._scorers(services)
+        self._closing += [client for _, _, client in rewards] + list(models.values())
+        await self._check_roles(trainer, rewards, models, inputs.tokenizer)
         await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
+        critic = await self._load_critic(address, models.get("critic"))
 
         fleet = self._fleet(services, train)
         self._closing.append(fleet)
         spool = Spool(self.run_dir / "spool")
-        runner = GroupRunner(spec, self.run_id, inputs.tokenizer, fleet, rewards, reference, tracing)
+        runner = GroupRunner(
+            spec,
+            self.run_id,
+            inputs.tokenizer,
+            fleet,
+            rewards,
+            models.get("reference"),
+            tracing,
+            teacher=models.get("teacher"),
+            critic=models.get("critic"),
+        )
         resumed = await take_up(books, spool, start, train, tracing)
         cursor = Cursor(len(train.prompts), spec.trainer.seed, spec.data.shuffle)
         for _ in range(books.ledger.issued):
@@ -151,6 +163,7 @@ class Attempt:
             cursor_state=cursor.state,
             generating=runner.busy,
             manifest=start.manifest,
+            critic=critic,
         )
         self._closing.insert(0, stepper)  # it uses all the others
         pipeline = Pipeline(
@@ -191,7 +204,28 @@ class Attempt:
         self._summarise(stepper)
         return finished
 
-    def _scorers(self, services: Services) -> tuple[list[tuple[str, float, ScorerClient]], ScorerClient | None]:
+    async def _load_critic(self, address: TrainerAddress, scorer: ScorerClient | None) -> Critic | None:
+        """Connects the critic's trainer and brings it to the step where the run goes on."""
+        if self.spec.scorers.critic is None:
+            return None
+        if scorer is None or not address.critic_url:
+            raise RoleError("the job has a critic, and services.json names none", role="critic", fix="Start it again")
+        trainer = TrainerClient(
+            address.critic_url,
+            run_id=self.run_id,
+            job_trace_id=self._start.job_trace_id,
+            update_timeout_s=self.spec.trainer.update_timeout_s,
+            away_s=min(60.0, self.spec.pipeline.role_timeout_s),
+            replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
+        )
+        self._closing.append(trainer)
+        critic = Critic(self.spec, trainer, scorer)
+        step = self._start.step
+        state_dir = str(self._checkpoints.critic_dir(step)) if self._start.state_dir else ""
+        await critic.load(state_dir, str(self._start.lineage.version(step)))
+        return critic
+
+    def _scorers(self, services: Services) -> tuple[list[tuple[str, float, ScorerClient]], dict[str, ScorerClient]]:
         scorers, pipeline = self.spec.scorers, self.spec.pipeline
 
         def client(role: str, address: ScorerAddress, sample_s: float = 0.0) -> ScorerClient:
@@ -214,14 +248,14 @@ class Attempt:
             (address.name, reward.weight, client("reward", address, reward.timeout_s))
             for address, reward in zip(services.rewards, self.spec.rewards, strict=True)
         ]
-        reference = services.reference
-        return rewards, client("reference", reference) if reference else None
+        models = {"reference": services.reference, "teacher": services.teacher, "critic": services.critic}
+        return rewards, {role: client(role, address) for role, address in models.items() if address is not None}
 
     async def _check_roles(
         self,
         trainer: TrainerClient,
         rewards: Sequence[tuple[str, float, ScorerClient]],
-        reference: ScorerClient | None,
+        models: dict[str, ScorerClient],
         tokenizer: Tokenizer,
     ) -> None:
         described = await trainer.describe()
@@ -231,13 +265,13 @@ class Attempt:
             )
         for _, _, client in rewards:
             await client.describe()
-        if reference is not None:
-            answer = await reference.describe()
+        for role, client in models.items():
+            answer = await client.describe()
             if answer.vocab_size and answer.vocab_size != described.vocab_size:
                 raise RoleError(
-                    f"the reference has {answer.vocab_size} tokens, the policy {described.vocab_size}",
-                    role="reference",
-                    fix="The reference must use the policy's vocabulary",
+                    f"the {role} has {answer.vocab_size} tokens, the policy {described.vocab_size}",
+                    role=role,
+                    fix=f"The {role} must use the policy's vocabulary",
                 )
 
     def _fleet(self, services: Services, train: PromptSet) -> Fleet:

@@ -38,6 +38,7 @@ def loss_spec(config: AlgorithmConfig, samples: Sequence[Sample], temperature: f
         total_tokens=sum(sample.trained_tokens for sample in samples),
         total_sequences=sum(1 for sample in samples if sample.trained_tokens > 0),
         constant_length=constant_length,
+        options=config.loss_options,
     )
 
 

@@ -26,6 +26,10 @@ class Checkpoints:
         """Resume state of a step."""
         return self.root / "trainer" / f"global_step_{step}"
 
+    def critic_dir(self, step: int) -> Path:
+        """Resume state of the critic, written before that of the policy, which commits."""
+        return self.root / "critic" / f"global_step_{step}"
+
     def export_dir(self, step: int) -> Path:
         """HF folder of a step."""
         return self.root / "actor" / f"global_step_{step}"
@@ -57,7 +61,7 @@ class Checkpoints:
         for step in gone:
             # A crash may have come between the commit and its copy.
             self.keep_manifest(step, self.manifest(step))
-            for folder in (self.state_dir(step), self.export_dir(step)):
+            for folder in (self.state_dir(step), self.export_dir(step), self.critic_dir(step)):
                 shutil.rmtree(folder, ignore_errors=True)
         return gone
 

@@ -14,6 +14,7 @@ from orchestrator.runner.answers import EngineRefusedError, GenerateRequest, Inv
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import combine_rewards, reward_inputs
 from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.shaping import rewards_for
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
 
@@ -61,9 +62,12 @@ class Evaluator:
             samples = [answer for _, answer in drawn]
             inputs = [item for prompt, sample in drawn for item in reward_inputs(prompt, [sample])]
             scored = await together(client.score(inputs, traceparent) for _, _, client in self._rewards if inputs)
-        names, weights = [name for name, _, _ in self._rewards], [weight for _, weight, _ in self._rewards]
-        for at, sample in enumerate(samples):
-            combine_rewards(sample, names, weights, [reward.results[at] for reward in scored])
+        results = {name: answer.results for (name, _, _), answer in zip(self._rewards, scored, strict=False)}
+        for at, (prompt, sample) in enumerate(drawn):
+            chosen = rewards_for(self._spec, self._rewards, prompt.data_source) if self._rewards else []
+            names, weights = [name for name, _, _ in chosen], [weight for _, weight, _ in chosen]
+            if chosen:
+                combine_rewards(sample, names, weights, [results[name][at] for name in names])
         scores = [sample.reward for sample in samples if sample.reward is not None]
         lengths = [len(sample.response_ids) for sample in samples]
         return {

@@ -16,12 +16,13 @@ from nightshift.analysis.spans import Interval
 from nightshift.config import JobSpec
 from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.errors import NightshiftError, RoleError
-from nightshift.wire.experience import Sample
+from nightshift.wire.experience import Floats, Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
 from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.scorer import ScorerClient, require_ids
+from orchestrator.runner.shaping import rewards_for, shape
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
 
@@ -64,6 +65,8 @@ class Group:
                 sample.logprobs,
                 sample.loss_mask,
                 sample.ref_logprobs,
+                sample.teacher_logprobs,
+                sample.values,
             )
             if array is not None
         ]
@@ -88,6 +91,8 @@ class GroupRunner:
         fleet: the rollout servers.
         rewards: (name, weight, client) of each reward.
         reference: client of the reference, or None.
+        teacher: client of the teacher of a distillation, or None.
+        critic: client of the deployed critic, or None.
     """
 
     def __init__(
@@ -99,13 +104,18 @@ class GroupRunner:
         rewards: Sequence[tuple[str, float, ScorerClient]],
         reference: ScorerClient | None,
         tracing: Tracing,
+        *,
+        teacher: ScorerClient | None = None,
+        critic: ScorerClient | None = None,
     ) -> None:
         self._spec = spec
         self._run_id = run_id
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._rewards = rewards
-        self._reference = reference
+        models = {"reference": reference, "teacher": teacher, "critic": critic}
+        #: Clients of the models that score tokens, by role.
+        self.models = {role: client for role, client in models.items() if client is not None}
         self._tracing = tracing
         ending = {*tokenizer.eos_ids, *spec.rollout.stop_token_ids}
         self._stop_ids = () if spec.rollout.ignore_eos else tuple(sorted(ending))
@@ -122,10 +132,9 @@ class GroupRunner:
         if not group.samples:
             cause = group.failures[0] if group.failures else "no answer"
             raise RoleError(f"group {group.group_id} has no usable sample: {cause}", role="rollout")
-        scored = [self._reward(group)]
-        if self._reference is not None:
-            scored.append(self._ref(group))
-        await together(scored)
+        scorers = {"reference": self._ref, "teacher": self._teach, "critic": self._value}
+        await together([self._reward(group), *(scorers[role](group) for role in self.models)])
+        shape(group.samples, self._spec, bool(self._rewards))
 
     async def _generate(self, group: Group) -> None:
         with self.busy.work():
@@ -194,9 +203,12 @@ class GroupRunner:
     async def _reward(self, group: Group) -> None:
         began = time.time()
         inputs = reward_inputs(group.prompt, group.samples)
-        parts = await together(self._one_reward(group, name, client, inputs) for name, _, client in self._rewards)
-        weights = [weight for _, weight, _ in self._rewards]
-        names = [name for name, _, _ in self._rewards]
+        if not self._rewards:
+            return
+        rewards = rewards_for(self._spec, self._rewards, group.prompt.data_source)
+        parts = await together(self._one_reward(group, name, client, inputs) for name, _, client in rewards)
+        weights = [weight for _, weight, _ in rewards]
+        names = [name for name, _, _ in rewards]
         for at, sample in enumerate(group.samples):
             combine_rewards(sample, names, weights, [part[at] for part in parts])
         group.intervals["reward"] = (began, time.time())
@@ -213,36 +225,66 @@ class GroupRunner:
             self.calls["reward"] -= 1
 
     async def _ref(self, group: Group) -> None:
-        if self._reference is None:
-            return
-        began = time.time()
-        span = self._tracing.child("reference", group.span, role="reference")
+        for sample, values, seconds in await self._token_values(group, self.models["reference"]):
+            sample.ref_logprobs, sample.ref_seconds = values, seconds
+
+    async def _teach(self, group: Group) -> None:
+        for sample, values, _ in await self._token_values(group, self.models["teacher"]):
+            sample.teacher_logprobs = values
+
+    async def _value(self, group: Group) -> None:
+        """Values of the critic; for a response that was cut also that of the state after its last token."""
+        cut = self._spec.algorithm.bootstrap_truncated
+        for sample, values, seconds in await self._token_values(group, self.models["critic"], beyond=cut):
+            tokens = len(sample.response_ids)
+            sample.values, sample.value_seconds = values[:tokens], seconds
+            sample.bootstrap_value = float(values[tokens]) if len(values) > tokens else 0.0
+
+    async def _token_values(
+        self, group: Group, client: ScorerClient, *, beyond: bool = False
+    ) -> list[tuple[Sample, Floats, float]]:
+        """A number for each response token, from a model.
+
+        Args:
+            beyond: one more for responses that the length limit cut: at the state after the last token. A state knows
+                nothing of the token that comes next, so that any id can stand for it.
+        """
+        role, began = client.role, time.time()
+        span = self._tracing.child(role, group.span, role=role)
+        asked = {
+            sample.sample_id: sample.response_ids
+            if not (beyond and sample.truncated)
+            else np.append(sample.response_ids, sample.prompt_ids[:1]).astype(np.int32)
+            for sample in group.samples
+            if len(sample.response_ids)
+        }
         inputs = [
             SequenceInput(
                 id=sample.sample_id,
                 prompt_ids=sample.prompt_ids,
-                response_ids=sample.response_ids,
+                response_ids=asked[sample.sample_id],
                 temperature=self._spec.rollout.temperature,
             )
             for sample in group.samples
-            if len(sample.response_ids)
+            if sample.sample_id in asked
         ]
-        self.calls["reference"] += 1
+        self.calls[role] += 1
         try:
             with self._tracing.within(span) as traceparent:
-                scored = await self._reference.score(inputs, traceparent) if inputs else None
+                scored = await client.score(inputs, traceparent) if inputs else None
         finally:
-            self.calls["reference"] -= 1
+            self.calls[role] -= 1
         results = {result["id"]: result for result in scored.results} if scored else {}
+        found = []
         for sample in group.samples:
-            if sample.sample_id not in results:
-                sample.ref_logprobs = np.zeros(0, np.float32)
+            name = sample.sample_id
+            if name not in results:
+                found.append((sample, np.zeros(0, np.float32), 0.0))
                 continue
-            result = results[sample.sample_id]
-            require_ids(result, {"id": sample.sample_id, "response_ids": sample.response_ids}, "reference")
-            sample.ref_logprobs = np.asarray(result["logprobs"], np.float32)
-            sample.ref_seconds = scored.seconds if scored else 0.0
-        group.intervals["reference"] = (began, time.time())
+            require_ids(results[name], {"id": name, "response_ids": asked[name]}, role)
+            found.append((sample, np.asarray(results[name]["logprobs"], np.float32), scored.seconds if scored else 0.0))
+        group.intervals[role] = (began, time.time())
+        return found
 
 
 def reward_inputs(prompt: Prompt, samples: Sequence[Sample]) -> list[RewardInput]:

@@ -26,6 +26,7 @@ class PipelineState:
         failed_in_row: why groups failed since the last one that was scored.
         failing_since: groups that had been issued when the first of those failed.
         failures: why groups failed since the last part of an update.
+        filtered_in_row: groups left out in a row because their rewards were all equal.
     """
 
     running: dict[int, Group] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class PipelineState:
     failed_in_row: list[NightshiftError] = field(default_factory=list)
     failing_since: int = 0
     failures: list[NightshiftError] = field(default_factory=list)
+    filtered_in_row: int = 0
     _ages: dict[int, GroupAge] = field(default_factory=dict)  # of the ready groups: reading versions takes a while
 
     def start(self, group: Group) -> None:

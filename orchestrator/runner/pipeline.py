@@ -18,7 +18,7 @@ from nightshift.algorithms import needs_whole_batch
 from nightshift.algorithms.staleness import PartPlan, left_behind, plan_part
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt
-from nightshift.wire.errors import NightshiftError
+from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.events import EventLog
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.batch import whole_passes
@@ -27,6 +27,7 @@ from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group, GroupRunner, start_group_span
 from orchestrator.runner.in_flight import PipelineState
 from orchestrator.runner.ledger import IN_FLIGHT, GroupRecord, GroupState
+from orchestrator.runner.shaping import teaches
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
@@ -206,6 +207,10 @@ class Pipeline:
         versions = sorted(
             (span.version for s in group.samples for span in s.versions), key=lambda v: int(v.rsplit("/", 1)[-1])
         )
+        if not teaches(group.samples, self._spec):
+            await self._filter(group)
+            return
+        self._state.filtered_in_row = 0
         self._spool.put(group.index, group.samples)
         await self._books.move(
             group.index,
@@ -217,6 +222,29 @@ class Pipeline:
         group.waiting = self._tracing.child("buffer", group.span)
         self._state.put(group)
         self._state.failed_in_row = []
+        await self._notify()
+
+    async def _filter(self, group: Group) -> None:
+        """Leaves out a group that has nothing to teach; admission lets another one start in its place.
+
+        Raises:
+            RoleError: too many in a row.
+        """
+        await self._books.move(group.index, GroupState.DROPPED_FILTERED, reason="all rewards are equal")
+        self._state.end(group.index)
+        group.span.set_attribute("rl.dropped", "filtered")
+        group.span.end()
+        self._state.failed_in_row = []
+        self._state.filtered_in_row += 1
+        self._stepper.filtered += 1
+        limit = self._spec.algorithm.filter_limit * self._admission.batch
+        if self._state.filtered_in_row >= limit:
+            raise RoleError(
+                f"all rewards were equal in each of the last {limit} prompt groups, so that none could be trained on",
+                role="reward",
+                fix="Take prompts that are sometimes answered right, raise rollout.n or algorithm.filter_limit, or set "
+                "algorithm.filter_zero_spread to false",
+            )
         await self._notify()
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -366,10 +394,11 @@ class Pipeline:
             doing = {
                 "rollout": f"{self._fleet.running} requests" if self._fleet.running else "idle",
                 "reward": f"{calls['reward']} calls" if calls["reward"] else "idle",
-                "reference": f"{calls['reference']} calls" if calls["reference"] else "idle",
                 "trainer": self._stepper.doing,
                 "buffer": f"{len(self._state.ready)} groups ready",
             }
+            for role in self._runner.models:  # reference, teacher and critic, as the job has them
+                doing[role] = f"{calls[role]} calls" if calls[role] else "idle"
             for role, text in doing.items():
                 if last.get(role) != text:
                     self._events.append("activity", role=role, doing=text)

@@ -74,6 +74,7 @@ class ScorerClient:
         batch_wait_s: float = 0.02,
     ) -> None:
         self.role = role
+        self.weights = b""  # msgpack of the update_info that a model whose weights change answers with
         self._url = url
         self._run_id = run_id
         self._job_trace_id = job_trace_id
@@ -146,6 +147,7 @@ class ScorerClient:
                 context=self._context(calls[0].traceparent),
                 samples=codec.pack(samples),
                 linked=[call.traceparent for call in calls[1:] if call.traceparent],
+                weights=self.weights,
             )
             metadata: tuple[tuple[str, str], ...] = self._metadata
             if calls[0].traceparent:

@@ -28,6 +28,7 @@ class TrainerAddress:
 
     url: str
     incarnation: str
+    critic_url: str = ""  # of the critic's trainer, which is started and lost together with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Services:
     reference: ScorerAddress | None
     trainer: TrainerAddress | None  # None while it is being started again
     metrics: list[str] = field(default_factory=list)  # host:port of further processes that Prometheus can scrape
+    teacher: ScorerAddress | None = None
+    critic: ScorerAddress | None = None
 
 
 def read_services(run_dir: Path) -> Services | None:
@@ -59,13 +62,21 @@ def read_services(run_dir: Path) -> Services | None:
         for item in raw["rollout"]
     ]
     rewards = [ScorerAddress(item["name"], item["url"], item["application"]) for item in raw["rewards"]]
-    reference, trainer = raw.get("reference"), raw.get("trainer")
+    trainer = raw.get("trainer")
+    reference, teacher, critic = (
+        ScorerAddress(role, found["url"], found["application"]) if (found := raw.get(role)) else None
+        for role in ("reference", "teacher", "critic")
+    )
     return Services(
         rollout,
         rewards,
-        ScorerAddress("reference", reference["url"], reference["application"]) if reference else None,
-        TrainerAddress(trainer["url"], trainer.get("incarnation", "")) if trainer else None,
+        reference,
+        TrainerAddress(trainer["url"], trainer.get("incarnation", ""), trainer.get("critic_url", ""))
+        if trainer
+        else None,
         list(raw.get("metrics") or []),
+        teacher,
+        critic,
     )
 
 

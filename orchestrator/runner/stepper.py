@@ -30,6 +30,7 @@ from orchestrator.runner.books import Books
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.commit import Consumed
+from orchestrator.runner.critic import Critic, value_metrics
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
@@ -80,6 +81,7 @@ class Stepper:
         cursor_state: Callable[[], dict[str, Any]],
         generating: BusyClock,
         manifest: dict[str, Any] | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self.step = step
         self.server_step = step
@@ -88,10 +90,12 @@ class Stepper:
         self.lineage = lineage
         self.training = BusyClock()  # time in which the trainer worked on a step
         self.began = self.ended = 0.0
+        self.filtered = 0  # groups left out since the last step, since they had nothing to teach
         self._generating = generating
         self.changed: Callable[[], Awaitable[None]] | None = None
         self.failed: Callable[[BaseException | None], None] | None = None
         self._spec = spec
+        self._critic = critic
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._trainer = trainer
@@ -120,6 +124,8 @@ class Stepper:
     async def begin(self) -> None:
         """Brings the first weights to the servers and evaluates them."""
         publication = await self._publish()
+        if self._critic is not None:
+            await self._critic.publish(publication.version)
         await self._push(publication)
         # A commit comes before the metrics and the evaluation of its step: what a crash left out is made up for.
         if self._metrics and self.step not in self._tracking.logged("train"):
@@ -263,6 +269,8 @@ class Stepper:
         export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export else ""
         span = self._tracing.job_span("checkpoint", step=self.step)
         with self._tracing.within(span) as traceparent:
+            if self._critic is not None:
+                await self._critic.save(str(self._checkpoints.critic_dir(self.step)), self.step, traceparent)
             await self._trainer.save(
                 manifest,
                 state_dir=str(self._checkpoints.state_dir(self.step)),
@@ -277,14 +285,6 @@ class Stepper:
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))
 
     def _begin_update(self) -> StepUpdate:
-        config = self._spec.trainer
-        rate = learning_rate(
-            self.step - self._skipped,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            total_steps=self._total_steps,
-        )
         expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)
         return StepUpdate(
             self._spec,
@@ -293,7 +293,19 @@ class Stepper:
             step=self.step + 1,
             expect=str(expect),
             new=str(new),
-            rate=rate,
+            rate=self._rate(self.step - self._skipped, self._spec.trainer.learning_rate),
+            critic=self._critic,
+            critic_rate=self._rate(self.step, self._critic.learning_rate) if self._critic else 0.0,
+        )
+
+    def _rate(self, position: int, peak: float) -> float:
+        config = self._spec.trainer
+        return learning_rate(
+            position,
+            peak=peak,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=self._total_steps,
         )
 
     def _span(self, name: str, update: StepUpdate, groups: Sequence[Group], **attributes: Any) -> Span:
@@ -311,6 +323,10 @@ class Stepper:
         self.dropped = []
         if update.report is not None:
             metrics |= advantage_metrics(update.report)
+        if self._critic is not None:
+            metrics |= value_metrics(update.samples)
+        if self._spec.algorithm.filter_zero_spread:
+            metrics["rollout/filtered_groups"], self.filtered = float(self.filtered), 0
         metrics["rollout/failed_groups"] = float(len(update.failures))
         metrics["rollout/kept_tokens"] = float(self._fleet.take_kept())
         rejected = self._fleet.take_rejected()
@@ -325,6 +341,7 @@ class Stepper:
     def _note_update(self, update: StepUpdate, updated: Updated) -> None:
         if not updated.stepped:
             self._skipped += 1
+        if not updated.stepped and not update.warming_up:
             self._events.append("warning", role="trainer", message=f"step {update.step} had nothing to learn from")
         ratio = updated.metrics.get("log_ratio/abs_mean", 0.0)
         if update.step == 1 and ratio > self._spec.algorithm.max_log_ratio_warn:
@@ -406,7 +423,13 @@ class Stepper:
             )
 
     def _times(self, update: StepUpdate, updated: Updated, publication: Publication) -> dict[str, float]:
-        roles = {"rollout": "timing/gen", "reward": "timing/reward", "reference": "timing/ref"}
+        roles = {
+            "rollout": "timing/gen",
+            "reward": "timing/reward",
+            "reference": "timing/ref",
+            **({"critic": "timing/values"} if self._critic else {}),
+            **({"teacher": "timing/teacher"} if self._spec.needs_teacher else {}),
+        }
         times = {
             name: covered(group.intervals[role] for group in update.groups if role in group.intervals)
             for role, name in roles.items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from nightshift.wire import codec
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
@@ -133,6 +134,31 @@ class TrainerClient:
         )
         answer = await self._call("Update", request, self._timeout_s)
         return Updated(answer.stepped, dict(answer.metrics), answer.seconds, answer.peak_memory_bytes)
+
+    async def log_probs(
+        self, samples: Sequence[Sample], temperature: float, version: str, traceparent: str
+    ) -> list[Any]:
+        """Log-probs of the samples' response tokens under the current weights: one float32 array [T] per sample."""
+        sequences = [
+            {
+                "id": sample.sample_id,
+                "prompt_ids": sample.prompt_ids,
+                "response_ids": sample.response_ids,
+                "temperature": temperature,
+            }
+            for sample in samples
+            if len(sample.response_ids)
+        ]
+        request = trainer_pb2.LogProbsRequest(
+            context=self._context(traceparent, version), samples=codec.pack(sequences)
+        )
+        answer = await self._call("LogProbs", request, self._timeout_s)
+        found = {result["id"]: result["logprobs"] for result in codec.unpack(answer.results)}
+        for sample in samples:
+            values = found.get(sample.sample_id, np.zeros(0, np.float32))
+            if values.shape != sample.response_ids.shape:
+                raise RoleError(f"{values.size} log-probs for {len(sample.response_ids)} tokens", role="trainer")
+        return [found.get(sample.sample_id, np.zeros(0, np.float32)) for sample in samples]
 
     async def publish(self, version: str, probe: Sequence[Any], traceparent: str) -> Publication:
         """Writes the current weights to the weight store and scores the probe with them."""

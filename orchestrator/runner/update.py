@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from nightshift.algorithms import AdvantageReport, compute_advantages
 from nightshift.config import JobSpec
@@ -12,7 +13,9 @@ from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from nightshift.wire.experience import LossSpec, Sample
 from orchestrator.runner.batch import loss_spec, trainable
+from orchestrator.runner.critic import Critic
 from orchestrator.runner.group import Group
+from orchestrator.runner.together import together
 from orchestrator.runner.trainer import AttemptFailedError, TrainerClient, Updated
 
 _FIRST_PAUSE_S = 0.2
@@ -40,10 +43,22 @@ class StepUpdate:
         expect: version of the weights that it starts from.
         new: version that it makes.
         learning_rate: of the step.
+        critic: the critic of the run; it learns from the whole batch while the policy takes its last part.
+        critic_rate: learning rate of its step.
     """
 
     def __init__(
-        self, spec: JobSpec, trainer: TrainerClient, events: EventLog, *, step: int, expect: str, new: str, rate: float
+        self,
+        spec: JobSpec,
+        trainer: TrainerClient,
+        events: EventLog,
+        *,
+        step: int,
+        expect: str,
+        new: str,
+        rate: float,
+        critic: Critic | None = None,
+        critic_rate: float = 0.0,
     ) -> None:
         self.step, self.expect, self.new, self.learning_rate = step, expect, new, rate
         self.groups: list[Group] = []
@@ -57,8 +72,15 @@ class StepUpdate:
         self._spec = spec
         self._trainer = trainer
         self._events = events
+        self._critic = critic
+        self._critic_rate = critic_rate
         self._seconds = 0.0
         self._peak = 0
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the step trains the critic alone."""
+        return self._critic is not None and self._critic.warming_up(self.step - 1)
 
     @property
     def samples(self) -> list[Sample]:
@@ -74,8 +96,25 @@ class StepUpdate:
         Raises:
             NightshiftError: the trainer failed, in all attempts where another one could have helped.
         """
-        self._weigh(groups)
+        await self._weigh(groups)
         self.groups += groups
+        if not final or self._critic is None:
+            return await self._add(groups, final, traceparent)
+        steps: list[Coroutine[Any, Any, Any]] = [
+            self._add(groups, final, traceparent),
+            self._critic.update(
+                trainable(self.samples),
+                step=self.step,
+                expect=self.expect,
+                new=self.new,
+                rate=self._critic_rate,
+                traceparent=traceparent,
+            ),
+        ]
+        updated, metrics = await together(steps)
+        return Updated(updated.stepped, updated.metrics | metrics, updated.seconds, updated.peak_memory_bytes)
+
+    async def _add(self, groups: Sequence[Group], final: bool, traceparent: str) -> Updated:
         part = list(groups)
         pause = _FIRST_PAUSE_S
         while True:
@@ -100,19 +139,22 @@ class StepUpdate:
         self._peak = max(self._peak, updated.peak_memory_bytes)
         return Updated(updated.stepped, updated.metrics, self._seconds, self._peak)
 
-    def _weigh(self, groups: Sequence[Group]) -> None:
+    async def _weigh(self, groups: Sequence[Group]) -> None:
         began = time.monotonic()
         samples = [sample for group in groups for sample in group.samples]
-        report = compute_advantages(samples, self._spec.algorithm)
+        if self._critic is None:
+            report = compute_advantages(samples, self._spec.algorithm)
+        else:
+            report = await self._critic.advantages(samples, self._trainer, self.expect)
         self.report = report if self.report is None else self.report + report
         self.advantage_seconds += time.monotonic() - began
 
     async def _send(self, groups: Sequence[Group], final: bool, traceparent: str) -> Updated:
         rollout = self._spec.rollout
-        whole = trainable(self.samples) if final else []
+        whole = trainable(self.samples) if final and not self.warming_up else []
         self.loss = loss_spec(self._spec.algorithm, whole, rollout.temperature, rollout.max_response_length)
         return await self._trainer.update(
-            trainable([sample for group in groups for sample in group.samples]),
+            [] if self.warming_up else trainable([sample for group in groups for sample in group.samples]),
             self.loss,
             step=self.step,
             expect=self.expect,

@@ -82,7 +82,8 @@ def check_store_room(spec: JobSpec, folder: Path) -> None:
     if shapes is None:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    need = _COPIES * parameters * (4 if spec.rollout.dtype == "float32" else 2)
+    sizes = [spec.rollout.dtype, *([spec.scorers.critic.dtype] if spec.scorers.critic else [])]
+    need = sum(_COPIES * parameters * (4 if dtype == "float32" else 2) for dtype in sizes)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise BadInputError(

@@ -79,7 +79,7 @@ class Parts:
 
         return RayCluster(
             run_dir,
-            cpus=spec.trainer.ranks + _MORE_CPUS,
+            cpus=spec.trainer.ranks + (spec.scorers.critic.ranks if spec.scorers.critic else 0) + _MORE_CPUS,
             gpus=1 + max((gpus.rollout, *gpus.trainer)) if gpus else 0,
             object_store_mib=spec.resources.ray_object_store_mib,
             environment={**RAY_ENVIRONMENT, **environment},

@@ -179,7 +179,12 @@ class Supervisor:
         return self._store
 
     def _start_scorers(self, spec: JobSpec, port: int) -> None:
-        roles = ["reward", *(["reference"] if spec.needs_reference else [])]
+        roles = [
+            *(["reward"] if spec.rewards else []),
+            *(["reference"] if spec.needs_reference else []),
+            *(["teacher"] if spec.needs_teacher else []),
+            *(["critic"] if spec.scorers.critic else []),
+        ]
         self._role = "reward"
         began = time.monotonic()
         for role in roles:
@@ -197,6 +202,10 @@ class Supervisor:
         model = spec.scorers.reference.model
         if deployed.get("reference") and not (model and model.startswith("grpc://")):
             roles[deployed["reference"]["application"]] = "reference"
+        if deployed.get("teacher") and not (spec.scorers.teacher and spec.scorers.teacher.model.startswith("grpc://")):
+            roles[deployed["teacher"]["application"]] = "teacher"
+        if deployed.get("critic"):
+            roles[deployed["critic"]["application"]] = "critic"
         return roles
 
     # While it runs ----------------------------------------------------------------------------------------------------
@@ -237,6 +246,7 @@ class Supervisor:
             "rollout": [server] if server else [],
             "rewards": deployed.get("rewards", []),
             "reference": deployed.get("reference"),
+            "teacher": deployed.get("teacher"),
             "critic": deployed.get("critic"),
             "trainer": self._trainer.entry() if self._trainer else None,
             "metrics": self._cluster.metrics if self._cluster else [],

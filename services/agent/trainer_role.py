@@ -108,7 +108,13 @@ class TrainerRole:
 
     def entry(self) -> dict[str, Any] | None:
         """Its address, as ``services.json`` lists it; None where there is none."""
-        return {"url": self._trainer.url, "incarnation": str(self._incarnation)} if self._trainer else None
+        trainer = self._trainer
+        if trainer is None:
+            return None
+        address = {"url": trainer.url, "incarnation": str(self._incarnation)}
+        # Fakes and older trainers know no critic.
+        critic = getattr(trainer, "critic_url", "")
+        return address | ({"critic_url": critic} if critic else {})
 
     def stop(self) -> None:
         """Ends the trainer."""

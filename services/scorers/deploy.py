@@ -19,7 +19,7 @@ from nightshift.config.rewards import PythonReward
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import ingress, reward_pool
-from services.scorers.replicas import ReferenceReplica, RewardReplica
+from services.scorers.replicas import CriticReplica, ReferenceReplica, RewardReplica
 
 #: Serve's own bookkeeping; the samples in flight are bounded by the caller.
 _OPTIONS: dict[str, Any] = {
@@ -61,8 +61,8 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
         run_id: the run that the scorers belong to.
 
     Returns:
-        The scorers' part of services.json: ``rewards`` (list of name, url, application), ``reference`` and
-        ``critic`` (url and application, or None).
+        The scorers' part of services.json: ``rewards`` (list of name, url, application), ``reference``, ``teacher``
+        and ``critic`` (url and application, or None).
 
     Raises:
         BadInputError: a reward function or the reference model cannot be used.
@@ -84,7 +84,13 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
     reference = _reference_entry(spec, url)
     if reference is not None and reference["url"] == url:
         applications.append(_reference(spec, otlp, run_id))
-    # The critic of PPO is deployed here: a third kind of application next to the reference.
+    teacher = _teacher_entry(spec, url)
+    if teacher is not None and teacher["url"] == url:
+        applications.append(_teacher(spec, otlp, run_id))
+    critic = None
+    if spec.scorers.critic is not None:
+        critic = {"url": url, "application": "critic"}
+        applications.append(_critic(spec, otlp, run_id))
     if applications:
         _start_serve(port)
         try:
@@ -92,7 +98,7 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
         except BaseException:
             undeploy()
             raise
-    return {"rewards": rewards, "reference": reference, "critic": None}
+    return {"rewards": rewards, "reference": reference, "teacher": teacher, "critic": critic}
 
 
 def undeploy() -> None:
@@ -136,6 +142,58 @@ def _reference(spec: JobSpec, otlp: str | None, run_id: str) -> _Application:
         run_id,
     )
     return _Application("reference", "reference", spec.scorers.start_timeout_s, deployment)
+
+
+def _teacher_entry(spec: JobSpec, url: str) -> dict[str, Any] | None:
+    teacher = spec.scorers.teacher
+    if teacher is None or not spec.needs_teacher:
+        return None
+    return {"url": teacher.model if teacher.model.startswith("grpc://") else url, "application": "teacher"}
+
+
+def _teacher(spec: JobSpec, otlp: str | None, run_id: str) -> _Application:
+    config = spec.scorers.teacher
+    assert config is not None
+    if not (Path(config.model) / "config.json").is_file():
+        message = f"there is no model in {config.model}: it has no config.json"
+        raise BadInputError(message, role="teacher", fix="Correct scorers.teacher.model")
+    device = spec.resources.device
+    deployment = _deployment(ReferenceReplica, "teacher", gpus=_GPUS if _cuda(device) else 0).bind(
+        config.model,
+        config.dtype,
+        config.micro_batch_size,
+        config.threads,
+        spec.model.attn_implementation,
+        device,
+        otlp,
+        run_id,
+        "teacher",
+    )
+    return _Application("teacher", "teacher", spec.scorers.start_timeout_s, deployment)
+
+
+def _critic(spec: JobSpec, otlp: str | None, run_id: str) -> _Application:
+    config = spec.scorers.critic
+    assert config is not None
+    path = config.model or spec.model.path
+    if not (Path(path) / "config.json").is_file():
+        message = f"there is no model in {path}: it has no config.json"
+        raise BadInputError(message, role="critic", fix="Correct scorers.critic.model or model.path")
+    device = spec.resources.device
+    # Where the trainer of the critic publishes: a folder below the run's weight store.
+    store = Path(spec.resources.weight_store) / f"nightshift-{run_id}" / "critic"
+    deployment = _deployment(CriticReplica, "critic", gpus=_GPUS if _cuda(device) else 0).bind(
+        path,
+        str(store),
+        config.dtype,
+        config.micro_batch_size,
+        config.threads,
+        spec.model.attn_implementation,
+        device,
+        otlp,
+        run_id,
+    )
+    return _Application("critic", "critic", spec.scorers.start_timeout_s, deployment)
 
 
 def _deployment(replica: type, name: str, gpus: float = 0) -> Any:

@@ -60,7 +60,7 @@ class Replica:
                 if not isinstance(samples, list):
                     raise WireError(f"expected a list of samples, got {type(samples).__name__}")
                 span.set_attribute("nightshift.samples", len(samples))
-                results = await self._score(samples)
+                results = await self._score(samples, codec.unpack(request.weights) if request.weights else None)
                 if len(results) != len(samples):
                     raise RoleError(f"{len(results)} results for {len(samples)} samples", role=self._role)
                 packed = _pack(results, self._role)
@@ -79,7 +79,8 @@ class Replica:
         """ScorerService.Describe."""
         return scorer_pb2.DescribeResponse(role=self._role, incarnation=self._incarnation, **self._describe())
 
-    async def _score(self, samples: list[Any]) -> Sequence[Any]:
+    async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
+        """Results in the order of the samples; ``weights`` is what the call names, for a model that changes."""
         raise NotImplementedError
 
     def _describe(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class RewardReplica(Replica):
         if not self._pool.alive:
             raise RoleError("the worker pool has ended", role="reward")
 
-    async def _score(self, samples: list[Any]) -> Sequence[Any]:
+    async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
         for index, sample in enumerate(samples):
             if not isinstance(sample, dict):
                 raise WireError(f"sample {index} is a {type(sample).__name__}, expected a map")
@@ -160,7 +161,7 @@ class RewardReplica(Replica):
 
 
 class ReferenceReplica(Replica):
-    """The frozen reference model. One thread computes; further calls wait for it here."""
+    """A frozen model: the reference, or the teacher. One thread computes; further calls wait for it here."""
 
     def __init__(
         self,
@@ -172,8 +173,9 @@ class ReferenceReplica(Replica):
         device: str,
         otlp: str | None,
         run_id: str,
+        role: str = "reference",
     ) -> None:
-        super().__init__("reference", "reference.log_probs", otlp, run_id)
+        super().__init__(role, f"{role}.log_probs", otlp, run_id)
         # Read by OpenMP when torch is imported, in the next line.
         os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
         from services.scorers.reference import ReferenceModel
@@ -190,8 +192,55 @@ class ReferenceReplica(Replica):
             device=device,
         ).result()
 
-    async def _score(self, samples: list[Any]) -> Sequence[Any]:
+    async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, samples)
+
+    def _describe(self) -> dict[str, Any]:
+        return {"model": self._model.path, "dtype": self._model.dtype, "vocab_size": self._model.vocab_size}
+
+    def _close(self) -> None:
+        if thread := getattr(self, "_thread", None):
+            thread.shutdown(wait=False, cancel_futures=True)
+        super()._close()
+
+
+class CriticReplica(Replica):
+    """The critic that is being trained. One thread computes and loads weights; further calls wait for it here."""
+
+    def __init__(
+        self,
+        path: str,
+        store: str,
+        dtype: str,
+        micro_batch_size: int,
+        threads: int,
+        attn_implementation: str,
+        device: str,
+        otlp: str | None,
+        run_id: str,
+    ) -> None:
+        super().__init__("critic", "critic.values", otlp, run_id)
+        os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+        from services.scorers.critic import CriticModel
+
+        self._thread = ThreadPoolExecutor(1, "critic")
+        self._model = self._thread.submit(
+            CriticModel,
+            path,
+            store,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            threads=threads,
+            attn_implementation=attn_implementation,
+            device=device,
+        ).result()
+
+    async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
+        def work() -> Sequence[Any]:
+            self._model.take(weights)
+            return self._model.score(samples)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _describe(self) -> dict[str, Any]:
         return {"model": self._model.path, "dtype": self._model.dtype, "vocab_size": self._model.vocab_size}

@@ -29,7 +29,7 @@ _RESTART = "Start the trainer again and load the newest checkpoint"
 _GRACE_S = 5.0
 _WATCH_S = 1.0
 #: Share of a GPU of a single rank: the reference model may lie on the same one.
-_GPU_SHARE = 0.5
+_GPU_SHARE = 0.25
 
 
 class RayRanks:
@@ -102,6 +102,8 @@ class RayRanks:
 
     async def _place(self) -> None:
         gpus = 0.0 if self._config.device == "cpu" else (_GPU_SHARE if self.world == 1 else 1.0)
+        if self._config.role == "critic" and self._config.gpus:
+            gpus = 0.0  # it is told its devices, which the policy's ranks may have taken whole in Ray's books
         bundle: dict[str, float] = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
         self._group = placement_group([bundle] * self.world, strategy="PACK")
         await self._group.ready()

@@ -16,6 +16,8 @@ from services.trainer.config import RankConfig
 from services.trainer.coordinator_actor import CoordinatorActor
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
+#: Folder of the critic's published weights, below that of the policy's.
+CRITIC_STORE = "critic"
 _ASK_S = 5.0
 _STOP_S = 15.0
 #: Beyond the ranks' own deadline: the start of the coordinator's process.
@@ -23,17 +25,20 @@ _MARGIN_S = 60.0
 
 
 class TrainerHandle:
-    """A running trainer.
+    """A running trainer, with that of the critic where the job has one: they live and end together, since the weights
+    of one belong to a step of the other.
 
     Attributes:
         url: ``grpc://127.0.0.1:PORT`` of its TrainerService.
-        pids: process ids of the ranks, in rank order.
+        pids: process ids of the ranks, in rank order, those of the critic last.
+        critic_url: the same of the critic's trainer; empty without one.
     """
 
-    def __init__(self, actor: Any, url: str, pids: list[int]) -> None:
+    def __init__(self, actors: list[Any], url: str, pids: list[int], critic_url: str = "") -> None:
         self.url = url
         self.pids = pids
-        self._actor = actor
+        self.critic_url = critic_url
+        self._actors = actors
 
     def alive(self) -> bool:
         """Whether coordinator and ranks can go on."""
@@ -42,7 +47,8 @@ class TrainerHandle:
     def failure(self) -> str:
         """Why they cannot, in one sentence; empty where they can."""
         try:
-            return str(ray.get(self._actor.failure.remote(), timeout=_ASK_S))
+            answers = ray.get([actor.failure.remote() for actor in self._actors], timeout=_ASK_S)
+            return next((str(answer) for answer in answers if answer), "")
         except GetTimeoutError:
             return ""  # a busy machine; a dead coordinator answers at once with an error
         except RayError as error:
@@ -50,12 +56,13 @@ class TrainerHandle:
 
     def stop(self) -> None:
         """Ends the trainer's processes."""
-        try:
-            ray.get(self._actor.stop.remote(), timeout=_STOP_S)
-        except RayError:
-            pass
-        finally:
-            ray.kill(self._actor, no_restart=True)
+        for actor in self._actors:
+            try:
+                ray.get(actor.stop.remote(), timeout=_STOP_S / len(self._actors))
+            except RayError:
+                pass
+            finally:
+                ray.kill(actor, no_restart=True)
 
 
 def start(
@@ -78,7 +85,7 @@ def start(
         RoleTimeoutError: not ready within ``trainer.start_timeout_s``.
         RoleError: the port is taken, or a rank failed at its start.
     """
-    config = RankConfig.from_spec(spec, find_device(spec.resources.device), gpus)
+    device = find_device(spec.resources.device)
     settings = {
         "ranks": spec.trainer.ranks,
         "port": port,
@@ -89,24 +96,33 @@ def start(
         "start_timeout_s": spec.trainer.start_timeout_s,
         "update_timeout_s": spec.trainer.update_timeout_s,
     }
+    parts = [(RankConfig.from_spec(spec, device, gpus), settings)]
+    if spec.scorers.critic is not None:
+        own = {"ranks": spec.scorers.critic.ranks, "port": 0, "store": str(store / CRITIC_STORE), "export_dtype": None}
+        parts.append((RankConfig.for_critic(spec, device, gpus), settings | own))
     remote: Any = ray.remote(CoordinatorActor)
     paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}
-    actor = remote.options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables}).remote(config, settings)
+    options = remote.options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
+    actors = [options.remote(config, own) for config, own in parts]
+    timeout_s = spec.trainer.start_timeout_s + _MARGIN_S
     try:
-        outcome = ray.get(actor.start.remote(), timeout=spec.trainer.start_timeout_s + _MARGIN_S)
-    except GetTimeoutError as error:
-        ray.kill(actor, no_restart=True)
-        raise RoleTimeoutError(
-            f"waited {spec.trainer.start_timeout_s + _MARGIN_S:g} s for the coordinator to start", role="trainer"
-        ) from error
-    except RayError as error:
-        ray.kill(actor, no_restart=True)
-        raise RoleError(f"the coordinator failed at its start: {error}", role="trainer") from error
-    if "error" in outcome:
-        ray.kill(actor, no_restart=True)
-        raise _rebuilt(outcome["error"])
-    return TrainerHandle(actor, f"grpc://127.0.0.1:{outcome['port']}", outcome["pids"])
+        outcomes = ray.get([actor.start.remote() for actor in actors], timeout=timeout_s)
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise _rebuilt(outcome["error"])
+    except BaseException as error:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if isinstance(error, GetTimeoutError):
+            message = f"waited {timeout_s:g} s for the coordinator to start"
+            raise RoleTimeoutError(message, role="trainer") from error
+        if isinstance(error, RayError):
+            raise RoleError(f"the coordinator failed at its start: {error}", role="trainer") from error
+        raise
+    urls = [f"grpc://127.0.0.1:{outcome['port']}" for outcome in outcomes]
+    pids = [pid for outcome in outcomes for pid in outcome["pids"]]
+    return TrainerHandle(actors, urls[0], pids, urls[1] if len(urls) > 1 else "")
 
 
 def _rebuilt(values: dict[str, Any]) -> RoleError | BadInputError:
