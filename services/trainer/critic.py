@@ -13,9 +13,10 @@ from nightshift.wire.experience import LossSpec, Sample
 from services.trainer.aggregate import token_weights, weighted_sum
 from services.trainer.batching import pad
 from services.trainer.checks import VALUE_LOSS
+from services.trainer.losses import value_loss
 from services.trainer.policy import can_share
 from services.trainer.rank import TrainerRank
-from services.trainer.values import load_value_model, value_loss, zero_head
+from services.trainer.values import load_value_model, zero_head
 
 
 class CriticRank(TrainerRank):

@@ -216,3 +216,21 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tenso
         return 0.5 * r * r, torch.zeros_like(r, dtype=torch.bool)
     bounded = r.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.expm1(-bounded) + bounded, bounded != r
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutputs:
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of each token (PPO's reference implementation; Huang
+    et al. 2022, "The 37 implementation details", 9).
+
+    Args:
+        values: [T] with gradient.
+        old_values: [T], those that the advantages were computed from.
+        returns: [T].
+        clip: c; None: the squared error alone.
+    """
+    plain = (values - returns) ** 2
+    if clip is None:
+        return LossOutputs(0.5 * plain, torch.zeros_like(values, dtype=torch.bool))
+    limited = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (limited - returns) ** 2
+    return LossOutputs(0.5 * torch.maximum(plain, clipped), clipped > plain)

@@ -11,10 +11,9 @@ from torch import Tensor
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import check_loss_spec, check_samples
-from services.trainer.losses import LossInputs
+from services.trainer.losses import LossInputs, value_loss
 from services.trainer.preference import preference_loss, units
 from services.trainer.sums import PartSums, to_metrics
-from services.trainer.values import value_loss
 from tests.fixtures.samples import make_sample
 
 PRECISIONS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
