@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import copy
 import json
-import math
 import multiprocessing
 import platform
 import time
@@ -43,6 +42,7 @@ from services.trainer.aggregate import divisor, token_weights, weighted_sum
 from services.trainer.losses import LossInputs, policy_loss, value_loss
 from services.trainer.preference import preference_loss
 from tests.bench import small_task
+from tests.bench.learning_tables import learning_table, staleness_table
 from tests.bench.small_task import END, MAX_RESPONSE, Problem, Small
 
 #: Held-out accuracy that each algorithm reaches in the mean over the seeds, within STEPS x PROMPTS x N samples.
@@ -107,6 +107,10 @@ STALE_METHODS: dict[str, Method] = {
     for name, algorithm in _STALE.items()
     for eta in ETAS
 }
+
+
+#: What each method is to reach: the least accuracy, and for the control the most that it may gain.
+EXPECTED = {name: ("gain <=", CONTROL_LIMIT) if method.sign < 0 else (">=", TARGET) for name, method in METHODS.items()}
 
 
 class Learner:
@@ -370,58 +374,6 @@ def distil(seed: int, out: Path, steps: int) -> dict[str, Any]:
     return {"seed": seed, "before": before, "after": after, "teacher": goal}
 
 
-def interval(values: list[float], z: float = 1.8331) -> tuple[float, float]:
-    """Mean and half of the 90% interval (Student's t with 9 degrees of freedom, for ten seeds)."""
-    spread = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return float(np.mean(values)), z * spread
-
-
-def learning_table(results: list[dict[str, Any]]) -> list[str]:
-    """Rows of Markdown: accuracy before and after, and whether what was expected came true."""
-    lines = ["| method | before | after (mean, sd) | lowest seed | samples | expected | met |", "|" + " --- |" * 7]
-    for name in METHODS:
-        runs = [r for r in results if r["method"] == name]
-        if not runs:
-            continue
-        first, last = [r["curve"][0] for r in runs], [r["curve"][-1] for r in runs]
-        control = METHODS[name].sign < 0
-        met = np.mean(last) - np.mean(first) <= CONTROL_LIMIT if control else np.mean(last) >= TARGET
-        expected = f"gain <= {CONTROL_LIMIT:g}" if control else f">= {TARGET:g}"
-        deviation = np.std(last, ddof=1) if len(last) > 1 else math.nan
-        lines.append(
-            f"| {name} | {np.mean(first):.3f} | {np.mean(last):.3f}, {deviation:.3f} | {min(last):.3f} | "
-            f"{int(np.mean([r['samples'] for r in runs]))} | {expected} | {'yes' if met else 'no'} |"
-        )
-    return lines
-
-
-def staleness_table(results: list[dict[str, Any]]) -> list[str]:
-    """Rows of Markdown: accuracy after the same number of samples by method and eta; and the equivalence test."""
-    by_name: dict[str, dict[int, float]] = {}
-    for result in results:
-        if "@" in result["method"]:
-            by_name.setdefault(result["method"], {})[result["seed"]] = result["curve"][-1]
-    lines = ["| method | " + " | ".join(f"eta {eta}" for eta in ETAS) + " |", "|" + " --- |" * (len(ETAS) + 1)]
-    for name in _STALE:
-        cells = []
-        for eta in ETAS:
-            values = list(by_name.get(f"{name}@{eta}", {}).values())
-            deviation = np.std(values, ddof=1) if len(values) > 1 else math.nan
-            cells.append(f"{np.mean(values):.3f}, {deviation:.3f}" if values else "")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    fresh, stale = by_name.get("decoupled@0", {}), by_name.get("decoupled@4", {})
-    if fresh and stale:
-        differences = [stale[seed] - fresh[seed] for seed in sorted(set(fresh) & set(stale))]
-        mean, half = interval(differences)
-        equal = abs(mean) + half <= EQUIVALENCE
-        lines.append("")
-        lines.append(
-            f"decoupled, eta 4 less eta 0: {mean:+.3f}, 90% interval {mean - half:+.3f} to {mean + half:+.3f}; "
-            f"equivalent within {EQUIVALENCE:g}: {'yes' if equal else 'no'}"
-        )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
@@ -476,7 +428,8 @@ def main() -> None:
     (out / "learning.json").write_text(json.dumps(report))
     print(f"{report['machine']}, torch {report['torch']}, {report['date']}, {report['seconds']:.0f} s")
     print(f"{report['parameters']} parameters, {arguments.seeds} seeds, {left_out} runs left out for want of time\n")
-    print("\n".join([*learning_table(found["curves"]), "", *staleness_table(found["curves"])]))
+    stale = staleness_table(found["curves"], ETAS, EQUIVALENCE)
+    print("\n".join([*learning_table(found["curves"], EXPECTED), "", *stale]))
     if found["dpo"]:
         last = [r["loss"][1] for r in found["dpo"]]
         margins = [r["margin"][1] for r in found["dpo"]]
