@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,8 @@ from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
 from orchestrator.store.state import RunState, StateStore
 
 T = TypeVar("T")
+#: Time between two transactions, in times of what the first one took, and at most.
+_REST, _LONGEST_REST_S = 3.0, 0.05
 
 
 class Books:
@@ -36,14 +39,18 @@ class Books:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state")
         self._unsaved: dict[int, GroupRecord] = {}
         self._saving = asyncio.Lock()
+        self._open = asyncio.Event()  # groups may be noted
+        self._open.set()
+        self._rested = 0.0  # when the next transaction may begin, seconds of the monotonic clock
 
-    async def issue(self, record: GroupRecord) -> None:
-        """Enters a new group."""
-        self.ledger.issue(record)
-        await self._write([record])
+    async def issue(self, *records: GroupRecord) -> None:
+        """Enters new groups, in one transaction."""
+        await self._open.wait()
+        await self._write([self.ledger.issue(record) for record in records])
 
     async def move(self, index: int, state: GroupState, **changes: object) -> None:
         """Moves a group to another state."""
+        await self._open.wait()
         await self._write([self.ledger.move(index, state, **changes)])
 
     async def train(self, indices: Iterable[int], step: int, lineage: int) -> None:
@@ -57,22 +64,29 @@ class Books:
         self.ledger.check()
 
     async def flush(self) -> None:
-        """Writes what a caller that was cancelled left unwritten: a commit must never know more than the database.
+        """Writes everything that was noted, also by callers that were cancelled: a commit must never know more than
+        the database. Nothing is noted meanwhile, nor before the caller's next await.
 
         Raises:
             FencedError: another process drives the run now; this one may not commit.
         """
-        await self._do(lambda: self._store.check_fence(self._run_id))
-        await self._save()  # last: nothing may be noted between it and the commit
+        self._open.clear()
+        try:
+            await self._do(lambda: self._store.check_fence(self._run_id))
+            async with self._saving:
+                while self._unsaved:
+                    await self._save()
+        finally:
+            self._open.set()
 
     async def _save(self) -> None:
-        async with self._saving:
-            # Until nothing is left: what was noted while this wrote is known to the commit that comes next, too.
-            while records := list(self._unsaved.values()):
-                await self._do(partial(self._store.save_groups, self._run_id, records))
-                for record in records:
-                    if self._unsaved.get(record.index) is record:
-                        del self._unsaved[record.index]
+        """Writes what is unsaved, in one transaction."""
+        records, began = list(self._unsaved.values()), time.monotonic()
+        await self._do(partial(self._store.save_groups, self._run_id, records))
+        for record in records:
+            if self._unsaved.get(record.index) is record:
+                del self._unsaved[record.index]
+        self._rested = time.monotonic() + min(_LONGEST_REST_S, _REST * (time.monotonic() - began))
 
     async def save_run(self, lineage: Lineage, job_trace_id: str, state: str) -> None:
         """Writes the run's own row."""
@@ -84,8 +98,16 @@ class Books:
         self._store.close()
 
     async def _write(self, records: list[GroupRecord]) -> None:
+        """Returns when these records are saved, or newer ones of the same groups."""
         self._unsaved.update((record.index, record) for record in records)
-        await self._save()
+        while any(record.index in self._unsaved for record in records):
+            async with self._saving:
+                if not any(record.index in self._unsaved for record in records):
+                    return  # they went with those of the caller before
+                # A transaction costs much the same for one group as for a hundred: under load they travel together.
+                if (rest := self._rested - time.monotonic()) > 0:
+                    await asyncio.sleep(rest)
+                await self._save()
 
     async def _do(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

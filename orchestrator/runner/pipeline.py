@@ -32,6 +32,9 @@ from orchestrator.runner.spool import Spool
 from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
 
+#: Groups that start together: one transaction for all of them, and not so many that the first waits long.
+_TOGETHER = 256
+
 
 class Pipeline:
     """Runs the steps ``stepper.step + 1`` to ``total_steps`` of a job."""
@@ -136,11 +139,11 @@ class Pipeline:
                 continue
             self._state.put(group)
         while True:
-            starting = [await self._start_next() for _ in range(self._headroom())]
-            if starting and self._spec.pipeline.deterministic:
-                await self._launch_held(starting)
+            if self._spec.pipeline.deterministic:
+                if starting := await self._start(self._headroom()):
+                    await self._launch_held(starting)
             else:
-                for group in starting:
+                for group in await self._start(min(self._headroom(), _TOGETHER)):
                     self._launch(group)
             await self._notify()
             await self._wait(lambda: self._headroom() > 0)
@@ -155,14 +158,24 @@ class Pipeline:
         missing = self._admission.batch - given - len(state.ready) - len(state.running)
         return min(room, max(fitting, missing, 0))
 
-    async def _start_next(self) -> Group:
-        if self._state.backlog:
-            return self._start_again(self._state.backlog.popleft())
-        epoch, row = self._cursor.next()
-        index = self._books.ledger.issued
-        span, trace_id = start_group_span(self._tracing, index, self._prompts[row], epoch)
-        await self._books.issue(GroupRecord(index=index, row=row, epoch=epoch, trace_id=trace_id))
-        return Group(index, self._prompts[row], epoch, trace_id, self._stepper.server_step, span)
+    async def _start(self, count: int) -> list[Group]:
+        """The next groups, entered in the ledger."""
+        backlog = self._state.backlog
+        again = [self._start_again(backlog.popleft()) for _ in range(min(count, len(backlog)))]
+        records, spans, first = [], [], self._books.ledger.issued
+        for index in range(first, first + count - len(again)):
+            epoch, row = self._cursor.next()
+            span, trace_id = start_group_span(self._tracing, index, self._prompts[row], epoch)
+            records.append(GroupRecord(index, row, epoch, trace_id))
+            spans.append(span)
+        if records:
+            await self._books.issue(*records)
+        version = self._stepper.server_step
+        new = (
+            Group(record.index, self._prompts[record.row], record.epoch, record.trace_id, version, span)
+            for record, span in zip(records, spans, strict=True)
+        )
+        return [*again, *new]
 
     def _start_again(self, record: GroupRecord) -> Group:
         prompt = self._prompts[record.row]
@@ -287,7 +300,8 @@ class Pipeline:
             places = batch - len(state.open)
             await self._wait(lambda: self._enough(places) or self._hopeless())  # noqa: B023
             plan = self._plan(places, batch)
-            late = [index for index, group in state.running.items() if group.started_version in plan.late]
+            running = state.running.items() if plan.late else ()
+            late = [index for index, group in running if group.started_version in plan.late]
             await self._drop([*(age.order for age in plan.drop), *late])
             take = plan.take
             if len(take) < places:
@@ -364,8 +378,9 @@ class Pipeline:
         when they began to still runs (groups that are refused fail faster than others are scored).
         """
         state = self._state
-        others = any(index < state.failing_since for index in state.running)
-        return len(state.failed_in_row) >= max(2, self._admission.batch) and not others
+        if len(state.failed_in_row) < max(2, self._admission.batch):
+            return False  # asked at each event: what runs is only looked through when it matters
+        return not any(index < state.failing_since for index in state.running)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 

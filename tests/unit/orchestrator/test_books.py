@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ class MemoryStore:
 
     def close(self) -> None:
         pass
+
+
+class CountingStore(MemoryStore):
+    """Counts transactions, each of which takes some time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.writes = 0
+
+    def save_groups(self, run_id: str, records: list[GroupRecord]) -> None:
+        self.writes += 1
+        time.sleep(self.seconds)
+        super().save_groups(run_id, records)
 
 
 def make_books(tmp_path: Path, store: MemoryStore, away_s: float = 5.0) -> Books:
@@ -110,19 +125,44 @@ async def test_many_groups_at_once_are_all_written(tmp_path: Path) -> None:
     books.close()
 
 
-async def test_what_is_noted_while_a_commit_is_written_is_written_with_it(tmp_path: Path) -> None:
+async def test_nothing_is_noted_while_a_commit_is_written(tmp_path: Path) -> None:
     store = MemoryStore()
     books = make_books(tmp_path, store)
     store.open.clear()
+
+    async def commit() -> tuple[list[int], list[int]]:
+        await books.flush()
+        return sorted(store.records), list(range(books.ledger.issued))
+
     first = asyncio.create_task(books.issue(record(0)))
-    flushing = asyncio.create_task(books.flush())
+    flushing = asyncio.create_task(commit())
     await asyncio.sleep(0.02)
     later = asyncio.create_task(books.issue(record(1)))
     await asyncio.sleep(0.02)
     store.open.set()
-    await flushing
-    assert sorted(store.records) == list(range(books.ledger.issued)) == [0, 1]
+    assert await flushing == ([0], [0])
     await asyncio.gather(first, later)
+    assert sorted(store.records) == list(range(books.ledger.issued)) == [0, 1]
+    books.close()
+
+
+async def test_a_caller_waits_for_its_own_groups_alone_and_under_load_they_travel_together(tmp_path: Path) -> None:
+    store = CountingStore(seconds=0.002)
+    books = make_books(tmp_path, store)
+    await books.issue(*(record(index) for index in range(400)))
+    assert store.writes == 1
+    begun = asyncio.get_running_loop().time()
+    ended: list[float] = []
+
+    async def life(index: int) -> None:
+        await asyncio.sleep(0.001 * index)  # another group is noted during every write
+        await books.move(index, GroupState.READY)
+        ended.append(asyncio.get_running_loop().time() - begun)
+
+    await asyncio.gather(*(life(index) for index in range(400)))
+    assert ended[0] < 0.5 * ended[-1], "the first caller waited for those that came after it"
+    assert store.writes < 200
+    assert {kept.state for kept in store.records.values()} == {GroupState.READY}
     books.close()
 
 
