@@ -102,7 +102,13 @@ class FakeEngine:
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._app, interface="asgi3", lifespan="off", log_level="error", access_log=False, ws="none"
+            self._app,
+            interface="asgi3",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            ws="none",
+            timeout_keep_alive=60,
         )
         config.load()
         server = uvicorn.Server(config)

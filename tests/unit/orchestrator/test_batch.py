@@ -111,5 +111,5 @@ def test_stored_rows_lead_from_the_row_to_the_version() -> None:
     assert (row["step"], row["row_id"], row["sample_id"]) == (4, "rows.parquet:0", "g0.0")
     assert (row["versions"], row["version_starts"]) == (["run/0/0"], [0])
     assert row["prompt_text"] == "user: hi"
-    assert row["response_ids"] == sample.response_ids.tolist()
+    assert row["response_ids"].tolist() == sample.response_ids.tolist()
     assert row["advantages"] is None

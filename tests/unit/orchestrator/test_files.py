@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from sqlalchemy.exc import IntegrityError
@@ -61,6 +63,26 @@ def test_rollouts_of_later_steps_go_with_them(tmp_path: Path) -> None:
     drop_rollouts_after(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.parquet", "step_000002.parquet"]
     assert pq.read_table(tmp_path / "step_000002.parquet").to_pylist()[0]["sample_id"] == "g0.0"
+
+
+def test_rollouts_keep_their_arrays_and_what_is_missing(tmp_path: Path) -> None:
+    ids, empty = np.arange(5, dtype=np.int32), np.zeros(0, np.float32)
+    rows: list[dict[str, Any]] = [
+        {
+            "sample_id": "g0.0",
+            "response_ids": ids,
+            "ref_logprobs": empty,
+            "versions": ["a", "b"],
+            "version_starts": [0, 2],
+        },
+        {"sample_id": "g0.1", "response_ids": ids[:2], "ref_logprobs": None, "reward": 0.5},
+    ]
+    first, second = pq.read_table(write_rollouts(tmp_path, 1, rows)).to_pylist()
+    assert (first["response_ids"], second["response_ids"]) == ([0, 1, 2, 3, 4], [0, 1])
+    assert (first["ref_logprobs"], second["ref_logprobs"]) == ([], None)
+    assert (first["versions"], first["version_starts"], second["versions"]) == (["a", "b"], [0, 2], None)
+    assert (first["reward"], second["reward"]) == (None, 0.5)
+    assert pq.read_table(write_rollouts(tmp_path, 2, [])).num_rows == 0
 
 
 def make_store(tmp_path: Path) -> StateStore:
