@@ -81,6 +81,9 @@ def max_positions(model: Path) -> int | None:
     value = config.get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else None
 
+#: Seconds for which a connection may be idle: with vLLM's 5 s, those of a whole batch would be made anew for the next.
+KEEP_ALIVE_S = "60"
+
 
 class VllmServer:
     """A vLLM server in a process group of its own.
@@ -202,6 +205,7 @@ class VllmServer:
             self._process = subprocess.Popen(
                 [*keeper, "--", *command.argv],
                 env={
+                    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
                     **command.env,
                     INCARNATION_VARIABLE: self.incarnation,
                     NAME_VARIABLE: self.name,
