@@ -81,6 +81,7 @@ def max_positions(model: Path) -> int | None:
     value = config.get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else None
 
+
 #: Seconds for which a connection may be idle: with vLLM's 5 s, those of a whole batch would be made anew for the next.
 KEEP_ALIVE_S = "60"
 
