@@ -122,8 +122,13 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["two-0", "two-1", "two-2", "three-0", "three-1", "three-2"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most", type=int)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each stage")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each stage")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        help="those after the warm-up: a multiple of 6, so that each bound has whole turns",
+    )
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=330.0)
     arguments = parser.parse_args()
