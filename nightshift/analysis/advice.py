@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nightshift.analysis import speedup
+from nightshift.analysis.sequence import bound_needed, sequence_seconds
 from nightshift.analysis.speedup import StageTimes
 from nightshift.analysis.staleness import Staleness
 
@@ -20,21 +22,29 @@ class Setting:
     drain: bool
 
 
-def advice(times: StageTimes, setting: Setting, measured: float | None, ages: Staleness | None) -> list[str]:
+def advice(
+    times: StageTimes,
+    setting: Setting,
+    measured: float | None,
+    ages: Staleness | None,
+    batches: Sequence[StageTimes] = (),
+) -> list[str]:
     """Sentences, the one that gains most first.
 
     Args:
-        measured: seconds of a step; None: not known.
+        times: of a usual step.
+        measured: mean seconds of a step; None: not known.
         ages: staleness of what was trained on; None: not known.
+        batches: the times of each batch, in order; empty: all as usual.
     """
-    bound = setting.max_staleness
-    step = speedup.step_seconds(times, bound)
+    bound, batches = setting.max_staleness, batches or [times]
+    step = sequence_seconds(batches, bound)
     if step <= 0:
         return []
     limit = speedup.limit(times, bound)
     lines = [_pace(times, setting, limit, step)]
     lines += _hidden(times, bound, limit, step)
-    lines += _bound(times, setting, limit, ages)
+    lines += _bound(batches, setting, limit, ages)
     if times.occupancy < _LOW_OCCUPANCY and limit in ("rollout", "staleness"):
         lines.append(
             f"Slots are {times.occupancy:.0%} full while a batch is generated: a few long answers hold it up. "
@@ -55,7 +65,8 @@ def _pace(times: StageTimes, setting: Setting, limit: speedup.Limit, step: float
     if setting.max_staleness == 0:
         return (
             f"Every stage waits for the one before it ({step:.2f} s): generation and scoring {times.experience:.2f} s, "
-            f"training and publication {times.training + times.publication:.2f} s, delivery {times.delivered:.2f} s."
+            f"training and publication behind them {times.behind + times.publication:.2f} s, delivery "
+            f"{times.delivered:.2f} s."
         )
     match limit:
         case "trainer":
@@ -84,7 +95,7 @@ def _pace(times: StageTimes, setting: Setting, limit: speedup.Limit, step: float
                 f"The staleness bound sets the pace: {times.loop:.2f} s from a request to servers that have learned "
                 f"from its answer (generation {times.generation:.2f} s, scoring behind it "
                 f"{times.experience - times.generation:.2f} s, training and publication "
-                f"{times.training + times.publication:.2f} s, delivery {times.delivered:.2f} s), and at most "
+                f"behind it {times.behind + times.publication:.2f} s, delivery {times.delivered:.2f} s), and at most "
                 f"{(setting.max_staleness or 0) + 1} batches on their way."
             )
 
@@ -101,14 +112,14 @@ def _hidden(times: StageTimes, bound: int | None, limit: speedup.Limit, step: fl
     ]
 
 
-def _bound(times: StageTimes, setting: Setting, limit: speedup.Limit, ages: Staleness | None) -> list[str]:
+def _bound(batches: Sequence[StageTimes], setting: Setting, limit: speedup.Limit, ages: Staleness | None) -> list[str]:
     """Whether another staleness bound would pay."""
-    bound, needed = setting.max_staleness, speedup.staleness_needed(times)
+    bound, needed = setting.max_staleness, bound_needed(batches)
     if bound is not None and bound < needed:
         lines = []
-        now = best = speedup.step_seconds(times, bound)
+        now = best = sequence_seconds(batches, bound)
         for other in sorted({min(bound + 1, needed), needed}):
-            then = speedup.step_seconds(times, other)
+            then = sequence_seconds(batches, other)
             if then < (1 - _GAIN) * best:
                 best = then
                 lines.append(
@@ -130,10 +141,10 @@ def _bound(times: StageTimes, setting: Setting, limit: speedup.Limit, ages: Stal
 def _gap(measured: float, step: float) -> str:
     if measured > step:
         return (
-            f"A step takes {measured:.2f} s, {measured - step:.2f} s more than the model: stages wait although the "
-            "medians leave room (steps that differ, bursts of generation), or something outside the stages takes time."
+            f"A step takes {measured:.2f} s, {measured - step:.2f} s more than the model: batches slow one another "
+            "down, or something outside the stages takes time."
         )
     return (
         f"A step takes {measured:.2f} s, {step - measured:.2f} s less than the model: stages overlap within a step, or "
-        "their medians come from steps that differ."
+        "the measured steps began with work that was ready."
     )

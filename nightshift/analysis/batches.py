@@ -10,6 +10,8 @@ from nightshift.analysis.spans import Interval, covered, occupancy, peak, union,
 
 #: Names of the spans around calls of a scorer, by role.
 SCORERS = ("reward", "reference")
+#: Names of the spans around the parts of an update; the last part is the step.
+TRAINING = ("update_part", "optimizer_step")
 
 
 @dataclass(slots=True)
@@ -19,10 +21,12 @@ class Batch:
     Attributes:
         generated: one interval per sample.
         scored: one interval per call of a scorer for a group.
+        trained: one interval per part of its update.
     """
 
     generated: list[Interval] = field(default_factory=list)
     scored: list[Interval] = field(default_factory=list)
+    trained: list[Interval] = field(default_factory=list)
 
     @property
     def window(self) -> Interval | None:
@@ -37,6 +41,14 @@ class Batch:
         if not self.generated or not self.scored:
             return None
         return max(0.0, max(end for _, end in self.scored) - max(end for _, end in self.generated))
+
+    @property
+    def training_tail(self) -> float | None:
+        """Seconds of training after the last score; None where either is not known."""
+        if not self.scored or not self.trained:
+            return None
+        last = max(end for _, end in self.scored)
+        return covered([(max(start, last), end) for start, end in self.trained])
 
 
 def batches(spans: Mapping[str, Sequence[Span]]) -> dict[int, Batch]:
@@ -57,6 +69,9 @@ def batches(spans: Mapping[str, Sequence[Span]]) -> dict[int, Batch]:
                 continue
             batch = found.setdefault(group.step, Batch())
             (batch.generated if name == "generate" else batch.scored).append(span.interval)
+    for span in (span for name in TRAINING for span in spans.get(name, ())):
+        if span.step in found:
+            found[span.step].trained.append(span.interval)
     return found
 
 

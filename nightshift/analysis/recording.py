@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span: when, in which trace, and the step that its group went into, where it is a group's."""
+    """One span: when, in which trace, and the step that it belongs to, or its group went into."""
 
     name: str
     trace_id: str
@@ -131,7 +131,8 @@ def _span(event: Mapping[str, Any]) -> Span | None:
     name, start, end = str(event.get("name") or ""), event.get("start"), event.get("end")
     if name in _IGNORED or start is None or end is None:
         return None
-    step = (event.get("attributes") or {}).get("rl.step")
+    attributes = event.get("attributes") or {}
+    step = attributes.get("rl.step", attributes.get("step"))
     return Span(name, str(event.get("trace_id") or ""), float(start), float(end), None if step is None else int(step))
 
 

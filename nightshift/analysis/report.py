@@ -9,9 +9,10 @@ from typing import Literal
 
 from nightshift.analysis import speedup
 from nightshift.analysis.advice import Setting, advice
-from nightshift.analysis.batches import SCORERS, Batch, batches, busy, tail
+from nightshift.analysis.batches import SCORERS, TRAINING, Batch, batches, busy, tail
 from nightshift.analysis.recording import Recording, Step
-from nightshift.analysis.spans import Interval, touches, without
+from nightshift.analysis.sequence import bound_needed, sequence_curve, sequence_seconds
+from nightshift.analysis.spans import Interval, occupancy, touches, without
 from nightshift.analysis.speedup import StageTimes
 from nightshift.analysis.staleness import Staleness, staleness
 
@@ -54,11 +55,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The model's step times in seconds.
+    """The model's step times in seconds, means over the measured batches with the times of each.
 
     Attributes:
         own: under the run's own staleness bound; None where the bound is not known.
-        error: ``own / measured - 1``.
+        error: ``own / measured - 1``, against the mean step.
         limit: what sets the pace under the run's own bound.
         by_staleness: seconds by bound, "none" for no bound.
         other: under the other mode: synchronous for an asynchronous run, ``staleness_needed`` for a synchronous one.
@@ -112,7 +113,8 @@ def report(recording: Recording) -> Report:
     times = _times(stages, slots, setting)
     if times is None and used:
         missing.append("predictions: they need the times of generation, scoring and training")
-    predicted = _predict(times, steps.median, setting) if times is not None else None
+    sequence = _sequence(used, made, slots, setting, times) if times is not None else []
+    predicted = _predict(sequence, times, steps.mean, setting) if times is not None else None
     ages = staleness(recording.rollouts) if recording.rollouts is not None else None
     if ages is None:
         missing.append("staleness: the run stored no rollouts (tracking.rollouts)")
@@ -128,7 +130,7 @@ def report(recording: Recording) -> Report:
         ages,
         slots,
         missing,
-        advice(times, setting, steps.median, ages) if times is not None and setting is not None else [],
+        advice(times, setting, steps.mean, ages, sequence) if times is not None and setting is not None else [],
     )
 
 
@@ -203,6 +205,7 @@ def _stages(used: Sequence[Step], chosen: Sequence[Batch], missing: list[str]) -
     scorers = [value for role in SCORERS if (value := stages[role]) is not None]
     stages["scoring"] = max(scorers, default=None)
     stages["scoring_tail"] = _median([value for batch in chosen if (value := batch.tail) is not None])
+    stages["training_tail"] = _median([value for batch in chosen if (value := batch.training_tail) is not None])
     if used:
         for name in ("generation", "scoring", "update", "publication", "pause", "delivery"):
             if stages[name] is None:
@@ -228,34 +231,60 @@ def _times(stages: dict[str, float | None], slots: SlotUse | None, setting: Sett
     if generation is None or scoring is None or update is None:
         return None
     pause, rest = stages["pause"] or 0.0, stages["scoring_tail"]
+    training, behind = update + (stages["advantages"] or 0.0), stages["training_tail"]
     drains = setting is not None and setting.drain
     return StageTimes(
         generation=generation,
         scoring=scoring,
-        training=update + (stages["advantages"] or 0.0),
+        training=training,
         publication=stages["publication"] or 0.0,
         pause=pause,
         # Medians of a part and its whole come from different steps, and may cross.
         delivery=max(pause, stages["delivery"] or 0.0),
         scoring_tail=None if rest is None else min(rest, scoring),
+        # A span holds the call as well as the work, unless a part of the work came before.
+        training_tail=None if behind is None else min(behind, training),
         # Servers that are drained for each update cannot be refilled across it.
         occupancy=1.0 if slots is None or drains else slots.occupancy,
     )
 
 
-def _predict(times: StageTimes, measured: float | None, setting: Setting | None) -> Predicted:
-    sync, needed = speedup.sync_seconds(times), speedup.staleness_needed(times)
-    by_bound = {"none" if bound is None else str(bound): value for bound, value in speedup.curve(times).items()}
+def _sequence(
+    used: Sequence[Step],
+    made: dict[int, Batch],
+    slots: SlotUse | None,
+    setting: Setting | None,
+    usual: StageTimes,
+) -> list[StageTimes]:
+    """The measured batches in their order; what one of them does not say is as usual."""
+    found = []
+    for step in used:
+        batch = made.get(step.step, Batch())
+        share = None if slots is None else occupancy(batch.generated, slots.peak)
+        stages = {name: step.metrics.get(metric) for name, metric in _METRICS.items()}
+        stages["scoring"] = max((value for role in SCORERS if (value := stages[role]) is not None), default=None)
+        stages["scoring_tail"], stages["training_tail"] = batch.tail, batch.training_tail
+        own = SlotUse(slots.peak, share, slots.longest_over_mean) if slots is not None and share else slots
+        found.append(_times(stages, own, setting) or usual)
+    return found or [usual]
+
+
+def _predict(
+    sequence: Sequence[StageTimes], times: StageTimes, measured: float | None, setting: Setting | None
+) -> Predicted:
+    curve = sequence_curve(sequence)
+    sync, needed = curve[0], bound_needed(sequence)
+    by_bound = {"none" if bound is None else str(bound): value for bound, value in curve.items()}
     if setting is None:
         return Predicted(sync, None, None, None, None, None, by_bound, needed)
-    own = speedup.step_seconds(times, setting.max_staleness)
+    own = sequence_seconds(sequence, setting.max_staleness)
     other = 0 if setting.max_staleness != 0 else max(1, needed)
     return Predicted(
         sync,
         own,
         own / measured - 1 if measured else None,
         speedup.limit(times, setting.max_staleness),
-        speedup.step_seconds(times, other),
+        sequence_seconds(sequence, other),
         other,
         by_bound,
         needed,
@@ -274,7 +303,7 @@ def _roles(
     sources = {
         "rollout": (("generate",), stages["generation"]),
         **{role: ((role,), stages[role]) for role in SCORERS},
-        "trainer": (("optimizer_step", "update_part", "publish"), trainer),
+        "trainer": ((*TRAINING, "publish"), trainer),
     }
     step = predicted.own if predicted is not None else None
     roles = []

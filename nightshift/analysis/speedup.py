@@ -8,6 +8,7 @@ One optimiser step needs, in seconds:
 ``S``       scoring: time in which the slowest scorer worked on the batch
 ``R``       the part of scoring that comes after the last answer, ``R <= S``
 ``T``       training: advantages and update
+``D``       the part of training that comes after the last score, ``D <= T``; all of it unless updates are streamed
 ``P``       publication: the trainer hands its weights out and cannot train meanwhile
 ``V``       delivery: from the published weights to servers that generate with them
 ``W``       pause: the part of ``V`` in which servers stand still, ``W <= V``
@@ -17,7 +18,7 @@ One optimiser step needs, in seconds:
 A weight update and the batch that the staleness bound ties to it form a loop: a batch may start when the weights of
 ``eta + 1`` steps before its own are delivered, is generated, scored, trained on and published. One turn takes
 
-    loop = max(G + R, S) + T + P + V
+    loop = max(max(G + R, S) + D, T) + P + V
 
 and ``eta + 1`` batches are on their way around it. No stage can be faster than its own work either, so
 
@@ -25,10 +26,12 @@ and ``eta + 1`` batches are on their way around it. No stage can be faster than 
 
 ``eta = 0`` is the synchronous step, the loop itself, since no other term can exceed it; without a bound the first term
 is 0. It follows that an asynchronous step never takes longer than a synchronous one, that it is at most ``eta + 1``
-times as fast, and that two balanced stages gain at most 2 times, three at most 3 times, where ``u`` is 1.
+times as fast, and that two balanced stages gain at most 2 times, three at most 3 times, where ``u`` is 1 and ``D`` is
+``T``.
 
 What the model leaves out: stages that share cores or memory slow one another down, so times measured while others
-worked make the synchronous step look longer than it would be; and steps are taken to be alike.
+worked make the synchronous step look longer than it would be. Steps are taken to be alike; where they are not,
+:mod:`nightshift.analysis.sequence` follows each batch around the loop.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class StageTimes:
         pause: ``W``.
         delivery: ``V``; None: as long as the pause.
         scoring_tail: ``R``; None: all of ``S``, as where scoring begins with a whole batch.
+        training_tail: ``D``; None: all of ``T``.
         occupancy: ``u``, in (0, 1].
 
     Raises:
@@ -74,10 +78,20 @@ class StageTimes:
     pause: float = 0.0
     delivery: float | None = None
     scoring_tail: float | None = None
+    training_tail: float | None = None
     occupancy: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("generation", "scoring", "training", "publication", "pause", "delivery", "scoring_tail"):
+        for name in (
+            "generation",
+            "scoring",
+            "training",
+            "publication",
+            "pause",
+            "delivery",
+            "scoring_tail",
+            "training_tail",
+        ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value!r}, and a time is a number from 0 on")
@@ -87,6 +101,8 @@ class StageTimes:
             raise ValueError(f"the pause ({self.pause} s) is part of the delivery ({self.delivery} s)")
         if self.scoring_tail is not None and self.scoring_tail > self.scoring:
             raise ValueError(f"the tail ({self.scoring_tail} s) is part of scoring ({self.scoring} s)")
+        if self.training_tail is not None and self.training_tail > self.training:
+            raise ValueError(f"the tail ({self.training_tail} s) is part of training ({self.training} s)")
 
     @property
     def experience(self) -> float:
@@ -100,9 +116,14 @@ class StageTimes:
         return self.pause if self.delivery is None else self.delivery
 
     @property
+    def behind(self) -> float:
+        """``D``."""
+        return self.training if self.training_tail is None else self.training_tail
+
+    @property
     def loop(self) -> float:
-        """``max(G + R, S) + T + P + V``: from a request to servers that have learned from its answer."""
-        return self.experience + self.training + self.publication + self.delivered
+        """``max(max(G + R, S) + D, T) + P + V``: from a request to servers that have learned from its answer."""
+        return max(self.experience + self.behind, self.training) + self.publication + self.delivered
 
     @property
     def stages(self) -> dict[Limit, float]:
@@ -191,7 +212,7 @@ def bubbles(times: StageTimes, max_staleness: int | None) -> dict[Literal["rollo
 def slack(times: StageTimes, max_staleness: int | None) -> float | None:
     """By which factor generation could take longer before a step does; None where there is none to scale.
 
-    Generation stands in two terms: ``k (u G) + W <= step`` and ``max(k G + R, S) + T + P + V <= (eta + 1) step``.
+    Generation stands in two terms: ``k (u G) + W <= step`` and ``max(k G + R, S) + D + P + V <= (eta + 1) step``.
     """
     if times.generation < _CLOCK_S:
         return None
@@ -199,6 +220,6 @@ def slack(times: StageTimes, max_staleness: int | None) -> float | None:
     factors = [(step - times.pause) / (times.occupancy * times.generation)]
     if max_staleness is not None:
         tail = times.scoring if times.scoring_tail is None else times.scoring_tail
-        rest = times.training + times.publication + times.delivered
+        rest = times.behind + times.publication + times.delivered
         factors.append(((max_staleness + 1) * step - rest - tail) / times.generation)
     return max(1.0, min(factors))

@@ -15,6 +15,7 @@ _STAGES = {
     "scoring": "the slowest scorer",
     "scoring_tail": "from the last answer to the last score",
     "update": "the trainer's update",
+    "training_tail": "what of it comes after the last score",
     "publication": "the trainer hands its weights out",
     "delivery": "until the servers generate with them",
     "pause": "servers stand still meanwhile",
@@ -84,7 +85,7 @@ def _steps(found: Report) -> list[str]:
 
 
 def _prediction(found: Report, predicted: Predicted) -> list[tuple[str, ...]]:
-    measured = found.steps.median
+    measured = found.steps.mean
     rows: list[tuple[str, ...]] = [("step time", "predicted", "measured", "")]
     if predicted.own is not None:
         off = f"model {round(100 * predicted.error):+d}%" if predicted.error is not None else ""

@@ -2,7 +2,8 @@
 
 python -m tests.bench.real.same_split --out FILE.json [--rounds 3] [--most 1] [--judge] [key=value ...]
 
-Arms differ in ``pipeline.max_staleness`` alone: eta0, eta1, eta2. The lengths are forced from a lognormal and equal
+Arm ``sync`` generates a whole batch and then trains on it (max_staleness 0, no streaming); ``etaN`` has max_staleness N
+and streams its updates, which is the default. The lengths are forced from a lognormal and equal
 in all arms. With ``--judge`` the reward comes from a remote judge, which answers each call after ``--judge-seconds``.
 The prediction of an asynchronous step takes the stage times of the synchronous runs, where each stage works alone.
 """
@@ -14,13 +15,20 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from nightshift.analysis import speedup
-from nightshift.analysis.speedup import StageTimes
 from tests.bench.real import jobs
 from tests.bench.real.lengths import VARIABLE, Lengths
 from tests.bench.real.record import Record, table
 
-_STAGES = ("generation", "scoring_tail", "scoring", "update", "publication", "delivery", "pause")
+SYNC = "sync"
+_STAGES = {
+    "G": "generation",
+    "S": "scoring",
+    "R": "scoring_tail",
+    "T": "update",
+    "P": "publication",
+    "V": "delivery",
+    "W": "pause",
+}
 
 
 def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
@@ -29,7 +37,8 @@ def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
     overrides = [
         *jobs.MEASURED,
         jobs.MIDDLEWARE,
-        f"pipeline.max_staleness={arm.removeprefix('eta')}",
+        f"pipeline.max_staleness={bound_of(arm)}",
+        f"pipeline.streaming={str(arm != SYNC).lower()}",
         f"rollout.max_response_length={arguments.longest}",
         "resources.rollout_cores=[0]",
         "resources.trainer_cores=[1]",
@@ -50,71 +59,53 @@ def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
     return jobs.figures(folder, arguments.warm) | {"lengths": lengths.to_text(), "overrides": arguments.override}
 
 
-def stage_times(runs: list[dict[str, Any]]) -> StageTimes:
-    """Stage times of synchronous runs, medians over them: each stage works alone there."""
+def bound_of(arm: str) -> int:
+    """The staleness bound of an arm."""
+    return 0 if arm == SYNC else int(arm.removeprefix("eta"))
 
-    def of(name: str) -> float:
-        return statistics.median(run["report"]["stages"][name] or 0.0 for run in runs)
 
-    values = {name: of(name) for name in _STAGES}
-    advantages = of("advantages")
-    return StageTimes(
-        generation=values["generation"],
-        scoring=values["scoring"],
-        training=values["update"] + advantages,
-        publication=values["publication"],
-        pause=values["pause"],
-        delivery=max(values["pause"], values["delivery"]),
-        scoring_tail=min(values["scoring"], values["scoring_tail"]),
-        occupancy=statistics.median(run["report"]["slots"]["occupancy"] for run in runs),
-    )
+def predicted(runs: list[dict[str, Any]], bound: int) -> float | None:
+    """Seconds of a step that the reports on synchronous runs predict: each stage works alone there."""
+    values = [run["report"]["predicted"]["by_staleness"][str(bound)] for run in runs]
+    return statistics.median(values) if values else None
 
 
 def show(record: Record, arms: list[str]) -> str:
     """The tables."""
-    alone = stage_times(record.of(arms[0])) if record.of(arms[0]) else None
+    alone = record.of(SYNC)
     rows = []
     for arm in arms:
         runs = record.of(arm)
         if not runs:
             continue
-        bound = int(arm.removeprefix("eta"))
-        measured = record.median(arm, "seconds_per_step")
-        predicted = speedup.step_seconds(alone, bound) if alone else None
-        ratios = record.ratios(arms[0], arm, "seconds_per_step")
-        busy = {
+        measured = record.median(arm, "seconds_per_step") or 0.0
+        expected = predicted(alone, bound_of(arm))
+        ratios = record.ratios(SYNC, arm, "seconds_per_step")
+        idle = {
             role: statistics.median(r["bubble"] for run in runs for r in run["report"]["roles"] if r["role"] == role)
             for role in ("rollout", "trainer")
         }
         rows.append(
             (
-                arm.removeprefix("eta"),
+                arm,
                 [run["seconds_per_step"] for run in runs],
                 measured,
                 statistics.median(ratios) if ratios else None,
-                predicted,
-                f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else None,
-                speedup.limit(alone, bound) if alone else None,
-                f"{busy['rollout']:.0%}, {busy['trainer']:.0%}",
+                expected,
+                f"{100 * (expected / measured - 1):+.0f} %" if expected else None,
+                f"{idle['rollout']:.0%}, {idle['trainer']:.0%}",
+                [f"{run['load'][0]:.0f}" for run in runs],
             )
         )
-    head = (
-        "max_staleness",
-        "s a step, each run",
-        "median",
-        "sync / this",
-        "predicted",
-        "off",
-        "pace",
-        "idle: rollout, trainer",
-    )
-    text = table(head, rows)
-    if alone is not None:
-        text += (
-            f"\n\nStages alone (s): G {alone.generation:.2f}, u {alone.occupancy:.2f}, S {alone.scoring:.2f}, "
-            f"R {alone.scoring_tail or 0:.2f}, T {alone.training:.2f}, P {alone.publication:.2f}, "
-            f"V {alone.delivered:.2f}, W {alone.pause:.2f}"
-        )
+    head = ("arm", "s a step, each run", "median", "sync / this", "predicted from sync", "off")
+    text = table((*head, "idle: rollout, trainer", "load"), rows)
+    if alone:
+        stages = {
+            symbol: statistics.median(run["report"]["stages"][name] or 0.0 for run in alone)
+            for symbol, name in _STAGES.items()
+        }
+        stages["u"] = statistics.median(run["report"]["slots"]["occupancy"] for run in alone)
+        text += "\n\nStages alone: " + ", ".join(f"{symbol} {value:.2f}" for symbol, value in stages.items())
     return text
 
 
@@ -123,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("override", nargs="*", help="further values of the job, key=value")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arms", nargs="+", default=["eta0", "eta1", "eta2"])
+    parser.add_argument("--arms", nargs="+", default=[SYNC, "eta1", "eta2"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most", type=int)
     parser.add_argument("--steps", type=int, default=12)

@@ -4,7 +4,7 @@ python -m tests.bench.real.sleeping --out FILE.json [--rounds 3] [--most 1]
 
 Generation, judge and update each take as long as they are told, so that the model has to be right to within what the
 orchestrator itself costs. Arms: ``two-N`` with generation and training, ``three-N`` with a judge as well, N the
-bound. The prediction comes from the stage times of the synchronous arm.
+bound. The prediction is that of the report on the synchronous arm.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nightshift.analysis import speedup
 from tests.bench.real import jobs
 from tests.bench.real.record import Record, table
-from tests.bench.real.same_split import stage_times
+from tests.bench.real.same_split import predicted
 from tests.fakes.run import FakeRun
 from tests.fakes.scorers import FakeScorers
 from tests.fakes.trainer import FakeTrainer
@@ -65,7 +64,7 @@ async def run(arguments: argparse.Namespace, folder: Path, arm: str) -> Path:
         folder,
         prompts=64,
         token_s=arguments.seconds / _TOKENS,
-        pipeline={"max_staleness": int(bound)},
+        pipeline={"max_staleness": int(bound), "streaming": bound != "0"},
         rollout={"batch_size": 4, "n": 2, "max_response_length": _TOKENS, "request_timeout_s": 60.0},
         trainer={"total_steps": steps, "learning_rate": 0.1, "test_freq": 0, "update_timeout_s": 60.0},
         scorers={"batch_wait_ms": 1.0, "timeout_s": 60.0},
@@ -98,9 +97,8 @@ def show(record: Record, arms: list[str]) -> str:
         sync, runs = f"{kind}-0", record.of(arm)
         if not runs or not record.of(sync):
             continue
-        alone = stage_times(record.of(sync))
-        measured = statistics.median(run["mean_stage"]["step"] for run in runs)
-        predicted = speedup.step_seconds(alone, int(bound))
+        measured = record.median(arm, "seconds_per_step") or 0.0
+        expected = predicted(record.of(sync), int(bound)) or 0.0
         ratios = record.ratios(sync, arm, "seconds_per_step")
         rows.append(
             (
@@ -108,8 +106,8 @@ def show(record: Record, arms: list[str]) -> str:
                 bound,
                 [run["seconds_per_step"] for run in runs],
                 statistics.median(ratios),
-                predicted,
-                f"{100 * (predicted / measured - 1):+.1f} %",
+                expected,
+                f"{100 * (expected / measured - 1):+.1f} %",
             )
         )
     return table(("stages", "max_staleness", "s a step, each run", "sync / this", "predicted", "off"), rows)

@@ -2,7 +2,7 @@
 
 python -m tests.bench.real.whole_pool --out FILE.json --task long|demo [--rounds 3] [--most 1] [key=value ...]
 
-``pool`` runs max_staleness 0 with both cores for generation and then for training; ``eta1`` and ``eta2`` generate on
+``pool`` generates a whole batch with both cores and then trains on it with both; ``eta1`` and ``eta2`` generate on
 core 0 and train on core 1. ``long`` forces lognormal lengths; ``demo`` is the demo's task with its own answers, for
 the reward of both arms. A round is a seed.
 """
@@ -29,6 +29,7 @@ def measure(arguments: argparse.Namespace, arm: str, number: int) -> dict[str, A
         f"trainer.seed={number}",
         "trainer.total_steps=1000",
         f"pipeline.max_staleness={0 if pool else arm.removeprefix('eta')}",
+        f"pipeline.streaming={str(not pool).lower()}",
         f"resources.rollout_cores={'[0,1]' if pool else '[0]'}",
         f"resources.trainer_cores={'[0,1]' if pool else '[1]'}",
         f"trainer.threads={2 if pool else 1}",

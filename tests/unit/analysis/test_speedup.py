@@ -30,15 +30,16 @@ bounds = st.one_of(st.none(), st.integers(0, 64))
 
 @st.composite
 def stage_times(draw: st.DrawFn) -> StageTimes:
-    scoring, delivery = draw(seconds), draw(seconds)
+    scoring, training, delivery = draw(seconds), draw(seconds), draw(seconds)
     return StageTimes(
         generation=draw(seconds),
         scoring=scoring,
-        training=draw(seconds),
+        training=training,
         publication=draw(seconds),
         pause=draw(shares) * delivery,
         delivery=delivery,
         scoring_tail=draw(st.one_of(st.none(), shares.map(lambda share: share * scoring))),
+        training_tail=draw(st.one_of(st.none(), shares.map(lambda share: share * training))),
         occupancy=draw(st.floats(0.01, 1)),
     )
 
@@ -46,6 +47,12 @@ def stage_times(draw: st.DrawFn) -> StageTimes:
 def test_synchronous_step_is_the_sum_of_its_stages() -> None:
     times = StageTimes(generation=10, scoring=4, training=6, publication=1, pause=0.5, delivery=2, scoring_tail=1.5)
     assert sync_seconds(times) == 10 + 1.5 + 6 + 1 + 2
+
+
+def test_training_that_is_streamed_counts_from_the_last_score_and_never_less_than_whole() -> None:
+    times = StageTimes(generation=10, scoring=1, training=6, publication=1, scoring_tail=0, training_tail=2)
+    assert sync_seconds(times) == 10 + 2 + 1
+    assert sync_seconds(StageTimes(generation=1, scoring=1, training=6, scoring_tail=0, training_tail=2)) == 6
 
 
 def test_scoring_that_outlasts_generation_and_its_tail_counts_whole() -> None:
@@ -182,6 +189,7 @@ def test_slack_stretches_generation_as_far_as_it_says(times: StageTimes, bound: 
         pause=times.pause,
         delivery=times.delivery,
         scoring_tail=times.scoring_tail,
+        training_tail=times.training_tail,
         occupancy=times.occupancy,
     )
     assert step_seconds(longer, bound) == pytest.approx(step_seconds(times, bound), rel=1e-6, abs=1e-9)
