@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nightshift.wire.experience import unpack_samples
 from tests.bench.real import jobs
 from tests.bench.real.record import Record, table
 from tests.bench.real.same_split import predicted
@@ -25,17 +26,18 @@ from tests.fakes.scorers import FakeScorers
 from tests.fakes.trainer import FakeTrainer
 
 _TOKENS = 4
+_GROUPS, _SAMPLES = 4, 2
 
 
 class SleepingTrainer(FakeTrainer):
-    """A trainer whose updates take so many seconds."""
+    """A trainer whose updates take so many seconds, and each part of one its share."""
 
     seconds = 0.0
 
     async def Update(self, request: Any, context: Any) -> Any:
         """An update, late; the answer says how long it took."""
         began = time.time()
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(self.seconds * len(unpack_samples(request.samples)) / (_GROUPS * _SAMPLES))
         answer = await super().Update(request, context)
         answer.seconds = time.time() - began
         return answer
@@ -65,7 +67,7 @@ async def run(arguments: argparse.Namespace, folder: Path, arm: str) -> Path:
         prompts=64,
         token_s=arguments.seconds / _TOKENS,
         pipeline={"max_staleness": int(bound), "streaming": bound != "0"},
-        rollout={"batch_size": 4, "n": 2, "max_response_length": _TOKENS, "request_timeout_s": 60.0},
+        rollout={"batch_size": _GROUPS, "n": _SAMPLES, "max_response_length": _TOKENS, "request_timeout_s": 60.0},
         trainer={"total_steps": steps, "learning_rate": 0.1, "test_freq": 0, "update_timeout_s": 60.0},
         scorers={"batch_wait_ms": 1.0, "timeout_s": 60.0},
         algorithm={"kl_coef": 0},
