@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nightshift.analysis.recording import load
+from nightshift.analysis.batches import batches
+from nightshift.analysis.recording import Span, load
 from nightshift.analysis.report import Report, report
 from nightshift.cli.main import main
 from nightshift.cli.report_command import lines_of
@@ -215,3 +216,20 @@ def test_unreadable_rollouts_end_with_one_sentence(tmp_path: Path, capsys: pytes
     (folder / "rollouts" / "step_000002.parquet").write_bytes(b"half of a file")
     assert main(["report", str(folder)]) == 2
     assert "step_000002.parquet" in capsys.readouterr().err
+
+
+def test_training_behind_the_last_score_counts_and_what_was_streamed_before_does_not() -> None:
+    def at(name: str, start: float, end: float, step: int | None = None) -> Span:
+        return Span(name, "a" if step is None or name == "group" else "job", start, end, step)
+
+    spans = [
+        at("group", 0, 12, 1),
+        at("generate", 0, 4),
+        at("reward", 4, 6),
+        at("update_part", 2, 5, 1),
+        at("update_part", 5, 7, 1),
+        at("optimizer_step", 8, 10, 1),
+    ]
+    batch = batches({name: [s for s in spans if s.name == name] for name in {s.name for s in spans}})[1]
+    assert batch.training_tail == 1 + 2
+    assert batch.tail == 2
