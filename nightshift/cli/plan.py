@@ -10,9 +10,9 @@ from typing import Any
 
 from nightshift.cli.estimate import ModelShape, estimate, kv_tokens, read_shape
 from nightshift.cli.output import EXIT_DONE, mib, print_json
+from nightshift.compat.loading import load_any
 from nightshift.config import JobSpec
 from nightshift.config.files import is_remote
-from nightshift.config.load import load_job
 
 _BUILTIN = "builtin:"
 
@@ -37,7 +37,7 @@ def plan_job(job: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     Raises:
         BadInputError: as :func:`nightshift.config.load.load_job`, or the data is wrong.
     """
-    spec = load_job(job, overrides)
+    spec = load_any(job, overrides)
     plan = make_plan(spec)
     if as_json:
         print_json(plan)

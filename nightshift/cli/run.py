@@ -27,8 +27,9 @@ from nightshift.cli.runs import EVENTS, JOB, SERVICES, checkpoints, find_run, ho
 from nightshift.cli.shared_memory import Segments
 from nightshift.cli.tail import Tail, last_lines
 from nightshift.cli.view import RunView, role_sentence
+from nightshift.compat.loading import load_any
 from nightshift.config import JobSpec
-from nightshift.config.load import load_job, read_resolved, write_resolved
+from nightshift.config.load import read_resolved, write_resolved
 from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import EventLog, read_events
@@ -101,7 +102,7 @@ def run_job(
         else:
             console.out(text, highlight=False)
 
-    spec = load_job(job, overrides)
+    spec = load_any(job, overrides, say)
     prepare.check_installation()
     prepare.check_weight_store(spec)
     check_ports(spec)

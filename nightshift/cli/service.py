@@ -123,10 +123,25 @@ def token(
     return jobs.make_token(url, name, scope, project=project, days=days, as_json=json)
 
 
+def import_verl(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A PPO or GRPO configuration of verl.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Hydra's overrides.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The job file; left out: beside the configuration.")
+    ] = None,
+    json: _Json = False,
+) -> int:
+    """Make a job file of a verl configuration, and say what became of each key."""
+    from nightshift.cli.import_verl import show_import
+
+    return show_import(config, overrides or [], output, as_json=json)
+
+
 def register(app: typer.Typer) -> None:
     """Adds the commands to the command line."""
     app.command()(command(up))
     app.command()(command(submit))
     app.command("list")(command(list_jobs))
+    app.command("import-verl")(command(import_verl))
     for function in (show, pause, resume, cancel, delete, token):
         app.command()(command(function))

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nightshift.compat.loading import load_any
 from nightshift.config import JobSpec
 from nightshift.config.files import is_remote, local_files
-from nightshift.config.load import load_job, parse_job
+from nightshift.config.load import parse_job
 from nightshift.wire.errors import BadInputError
 
 _CHUNK = 1 << 20
@@ -29,7 +30,7 @@ def read_job(job: str | Path | dict[str, Any] | JobSpec, overrides: Sequence[str
         import yaml
 
         return parse_job(yaml.safe_dump(job).encode(), Path.cwd(), overrides, check_files=False)
-    return load_job(job, overrides, check_files=False)
+    return load_any(Path(job), overrides, check_files=False)
 
 
 def pack(spec: JobSpec, upload: Callable[[str, Path], None]) -> dict[str, Any]:
