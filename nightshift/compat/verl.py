@@ -249,7 +249,7 @@ def _resolve(config: DictConfig, path: str, unresolved: set[str]) -> dict[str, A
         try:
             value = config[raw]
         except OmegaConfBaseException:
-            found[key] = str(OmegaConf.to_container(config, resolve=False)[raw])  # type: ignore[index, call-overload]
+            found[key] = str(OmegaConf.to_container(config, resolve=False)[raw])
             unresolved.add(inner)
             continue
         if isinstance(value, DictConfig):
