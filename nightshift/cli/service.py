@@ -109,6 +109,18 @@ def delete(job: _Job, url: _Url = None, json: _Json = False) -> int:
     return jobs.steer(url, job, "delete", as_json=json)
 
 
+def set_settings(
+    job: _Job,
+    pairs: Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Left out: show them.")] = None,
+    url: _Url = None,
+    json: _Json = False,
+) -> int:
+    """Change settings of a job while it runs, or show which can change."""
+    from nightshift.cli import jobs
+
+    return jobs.change(url, job, pairs or [], as_json=json)
+
+
 def token(
     name: Annotated[str, typer.Argument(help="Whose it is: stands in the audit log.")],
     scope: Annotated[list[str], typer.Option(help="read, submit, code or admin; repeat it for several.")],
@@ -142,6 +154,7 @@ def register(app: typer.Typer) -> None:
     app.command()(command(up))
     app.command()(command(submit))
     app.command("list")(command(list_jobs))
+    app.command("set")(command(set_settings))
     app.command("import-verl")(command(import_verl))
     for function in (show, pause, resume, cancel, delete, token):
         app.command()(command(function))

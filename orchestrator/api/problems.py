@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
+from nightshift.config.live import SettingsError
 from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.jobs.document import DocumentError
 from orchestrator.jobs.states import StateConflictError
@@ -152,7 +153,7 @@ def install(app: FastAPI) -> None:
         if status == 500:
             _log.error("%s %s: %s", request.method, request.url.path, error)
         state = str(error.state) if isinstance(error, StateConflictError) else None
-        fields = error.problems if isinstance(error, DocumentError) else None
+        fields = error.problems if isinstance(error, DocumentError | SettingsError) else None
         detail = f"{error.message}. {error.fix}" if error.fix else error.message
         headers = {"Retry-After": "30"} if status == 429 else None
         return respond(

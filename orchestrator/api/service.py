@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -57,6 +58,7 @@ class Service:
             ),
         )
         self.streams = 0
+        self.settings_lock = threading.Lock()
         if self.access.project(DEFAULT_PROJECT) is None:
             self.access.put_project(DEFAULT_PROJECT)
 

@@ -25,6 +25,7 @@ from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
 from orchestrator.runner.inputs import Inputs, steps_sentence
 from orchestrator.runner.ledger import GroupState
+from orchestrator.runner.live import LiveSettings
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.rollouts import drop_rollouts_after
 from orchestrator.runner.scorer import ScorerClient
@@ -97,6 +98,8 @@ class Attempt:
             NightshiftError: a role failed for good.
         """
         spec, start, books, inputs = self.spec, self._start, self._books, self._inputs
+        live = LiveSettings(self.run_dir, spec, self.events)
+        live.restore()  # before anything reads what it changes
         train, total_steps, tracing = inputs.train, inputs.total_steps, self._tracing
         trainer = TrainerClient(
             address.url,
@@ -180,6 +183,7 @@ class Attempt:
             events=self.events,
             admission=admission,
         )
+        pipeline.live = live
         self._exporter.watch(
             services, total_steps, books=books, fleet=fleet, runner=runner, stepper=stepper, pipeline=pipeline
         )

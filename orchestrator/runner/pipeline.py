@@ -27,6 +27,7 @@ from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group, GroupRunner, start_group_span
 from orchestrator.runner.in_flight import PipelineState
 from orchestrator.runner.ledger import IN_FLIGHT, GroupRecord, GroupState
+from orchestrator.runner.live import LiveSettings
 from orchestrator.runner.shaping import teaches
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.stepper import Stepper
@@ -80,6 +81,10 @@ class Pipeline:
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
+        #: Settings that change while the run goes on; None: none do.
+        self.live: LiveSettings | None = None
+        #: Groups that are being entered in the ledger, and are launched next.
+        self._starting = 0
         stepper.changed = self._notify
         stepper.failed = self._fail
 
@@ -139,12 +144,16 @@ class Pipeline:
                 continue
             self._state.put(group)
         while True:
+            count = self._headroom()
             if self._spec.pipeline.deterministic:
-                if starting := await self._start(self._headroom()):
+                self._starting = count
+                if starting := await self._start(count):
                     await self._launch_held(starting)
             else:
-                for group in await self._start(min(self._headroom(), _TOGETHER)):
+                self._starting = min(count, _TOGETHER)
+                for group in await self._start(self._starting):
                     self._launch(group)
+            self._starting = 0
             await self._notify()
             await self._wait(lambda: self._headroom() > 0)
 
@@ -155,7 +164,10 @@ class Pipeline:
         fitting = free // self._most_bytes - len(state.running)
         # A full buffer is emptied by the next step alone, which needs its whole batch.
         given = len(state.open) if len(state.open) < self._admission.batch else 0
-        missing = self._admission.batch - given - len(state.ready) - len(state.running)
+        in_flight = given + len(state.ready) + len(state.running)
+        missing = self._admission.batch - in_flight
+        if self.live is not None:
+            room = self.live.limit(room, in_flight, self._admission.batch)
         return min(room, max(fitting, missing, 0))
 
     async def _start(self, count: int) -> list[Group]:
@@ -264,6 +276,10 @@ class Pipeline:
 
     async def _train(self) -> None:
         while self._stepper.step < self._total_steps and not self._stop.is_set():
+            if self.live is not None:
+                in_flight = len(self._state.ready) + len(self._state.running) + self._starting
+                if await self.live.boundary(self._stepper.step, in_flight, self._admission, self._stepper.checkpoint):
+                    await self._notify()
             if not await self._make_step():
                 break
         await self._stepper.settle()

@@ -291,3 +291,28 @@ async def test_jobs_live_through_a_database_that_is_away(tmp_path: Path) -> None
         done = await api.wait(made["id"], "succeeded")
         assert done["step"] == 40
         assert isinstance(refused, httpx.Response)
+
+
+async def test_settings_are_asked_for_all_or_none(tmp_path: Path) -> None:
+    async with serve(tmp_path, drive=False) as api:
+        made = await api.submit()
+        path = f"/v1/jobs/{made['id']}/settings"
+        shown = (await api.http.get(path)).json()
+        assert {item["key"]: item["value"] for item in shown["settings"]}["rollout.batch_size"] == 8
+        assert all(item["why"] for item in shown["settings"])
+        refused = await api.http.patch(path, json={"learning_rate": 1e-5, "model_size": "1b", "rollout.n": 3})
+        assert refused.status_code == 422
+        assert {item["field"] for item in refused.json()["errors"]} == {"model_size", "rollout.n"}
+        assert (await api.http.get(path)).json()["pending"] == {}
+        asked = await api.http.patch(path, json={"learning_rate": 1e-5, "use_async_rollout": False})
+        assert asked.json()["pending"] == {"trainer.learning_rate": 1e-5, "pipeline.max_staleness": 0}
+        # Values that were asked for count for later checks, and a change may be taken back before it takes effect.
+        back = await api.http.patch(path, json={"use_async_rollout": True})
+        assert back.json()["pending"] == {"trainer.learning_rate": 1e-5}
+        assert (await api.http.patch(path, json={})).status_code == 422
+        assert (await api.http.patch(path, json=[1])).status_code == 422
+        await api.http.post(f"/v1/jobs/{made['id']}/cancel")
+        late = await api.http.patch(path, json={"learning_rate": 1})
+        assert (late.status_code, late.json()["state"]) == (409, "cancelled")
+        actions = [entry["action"] for entry in (await api.http.get("/v1/audit")).json()["entries"]]
+        assert actions.count("job.settings") == 2
