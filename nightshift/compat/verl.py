@@ -243,13 +243,14 @@ def _override(config: DictConfig, text: str) -> None:
 def _resolve(config: DictConfig, path: str, unresolved: set[str]) -> dict[str, Any]:
     """Plain values; what cannot be resolved stays as it is written, and its key is noted."""
     found: dict[str, Any] = {}
+    written: Any = OmegaConf.to_container(config, resolve=False)
     for raw in config:
         key = str(raw)
         inner = f"{path}.{key}" if path else key
         try:
             value = config[raw]
         except OmegaConfBaseException:
-            found[key] = str(OmegaConf.to_container(config, resolve=False)[raw])
+            found[key] = str(written[raw])
             unresolved.add(inner)
             continue
         if isinstance(value, DictConfig):
