@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from deploy.grafana.panels import Board, Panel
 
 #: (expression, start, end) -> the series of Prometheus' query_range.
 Ask = Callable[[str, float, float], list[dict[str, Any]]]
-_COLUMNS, _WIDTH, _HEIGHT = 3, 4.6, 2.3
+_WIDTH, _HEIGHT, _CELLS = 14.0, 2.2, 12
 _STYLE = {
     "svg.hashsalt": "nightshift",
     "svg.fonttype": "none",
@@ -45,21 +44,21 @@ def draw_boards(boards: Sequence[Board], ask: Ask, folder: Path, start: float, e
 
 
 def _board(board: Board, ask: Ask, start: float, end: float) -> Any:
-    rows = sum(math.ceil(len(row.panels) / _COLUMNS) for row in board.rows)
-    figure, grid = plt.subplots(
-        rows, _COLUMNS, figsize=(_COLUMNS * _WIDTH, rows * _HEIGHT), squeeze=False, layout="constrained"
-    )
+    lines = [line for row in board.rows for line in _lines(row.panels)]
+    figure = plt.figure(figsize=(_WIDTH, len(lines) * _HEIGHT), layout="constrained")
+    grid = figure.add_gridspec(len(lines), _CELLS)
     figure.suptitle(board.title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    at = 0
-    for row in board.rows:
-        for number, panel in enumerate(row.panels):
-            axes = grid[at + number // _COLUMNS][number % _COLUMNS]
-            _panel(axes, panel, ask, start, end)
-        used = math.ceil(len(row.panels) / _COLUMNS)
-        for number in range(len(row.panels), used * _COLUMNS):
-            grid[at + number // _COLUMNS][number % _COLUMNS].axis("off")
-        at += used
+    for number, panels in enumerate(lines):
+        cells = _CELLS // max(3, len(panels))
+        for at, panel in enumerate(panels):
+            _panel(figure.add_subplot(grid[number, at * cells : (at + 1) * cells]), panel, ask, start, end)
     return figure
+
+
+def _lines(panels: Sequence[Panel]) -> list[Sequence[Panel]]:
+    """The panels of a row, at most four beside each other."""
+    most = 4 if len(panels) == 4 else 3
+    return [panels[at : at + most] for at in range(0, len(panels), most)]
 
 
 def _panel(axes: Any, panel: Panel, ask: Ask, start: float, end: float) -> None:
@@ -76,7 +75,7 @@ def _panel(axes: Any, panel: Panel, ask: Ask, start: float, end: float) -> None:
     axes.set_xlabel("s")
     handles, labels = axes.get_legend_handles_labels()
     if labels and any(labels):
-        axes.legend(handles[:8], labels[:8], fontsize=6, frameon=False, loc="best")
+        axes.legend(handles[:6], labels[:6], fontsize=6, frameon=False, loc="best")
 
 
 def _legend(form: str, labels: dict[str, str]) -> str:

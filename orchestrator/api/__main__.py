@@ -7,7 +7,6 @@ import asyncio
 import fcntl
 import ipaddress
 import json
-import logging
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
+from nightshift.wire import logs
 from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.api.app import make_app
 from orchestrator.api.config import ServiceConfig
@@ -39,8 +39,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--command", default="", help=argparse.SUPPRESS)  # JSON; for tests
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logs.setup("orchestrator")
     try:
         return _serve(arguments)
     except NightshiftError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import logging
 import signal
 import sys
 from pathlib import Path
 
+from nightshift.wire import logs
 from nightshift.wire.errors import NightshiftError
 from orchestrator.runner.job import Job
 
@@ -23,8 +23,7 @@ def main() -> int:
     parser.add_argument("--otlp-port", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    context = logs.setup("orchestrator", arguments.run_dir.resolve().name)
     # Nothing outlives a command that was killed: the parent's death ends this process as Ctrl-C does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
@@ -32,6 +31,7 @@ def main() -> int:
     except NightshiftError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    job.events.listeners.append(context.on_event)
     return asyncio.run(_run(job, arguments.resume))
 
 

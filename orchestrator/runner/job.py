@@ -13,6 +13,7 @@ from opentelemetry.trace import Tracer
 from nightshift.config import JobSpec
 from nightshift.config.load import read_resolved
 from nightshift.wire import telemetry
+from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from nightshift.wire.trace import TraceContext, new_span_id
@@ -106,7 +107,9 @@ class Job:
         except Exception as error:
             # Not foreseen: the traceback goes to the log, and the run still ends with a sentence.
             _log.exception("the job failed")
-            self.events.append("job", state=state, error=f"{type(error).__name__}: {error}", role="orchestrator")
+            self.events.append(
+                "job", state=state, error=str(translate(error, role="orchestrator")), role="orchestrator"
+            )
             return 1
 
     async def _run(self, resume: bool) -> bool:

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from nightshift.wire import logs
 from services.agent.supervisor import Supervisor
 from services.rollout.keeper import die_with_parent
 
@@ -23,8 +24,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--otlp", default="", help="http://host:port of the OTLP/gRPC receiver of the run")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.setup("agent", arguments.run_dir.resolve().name)
     # A killed parent ends the agent as SIGTERM does: in order, with nothing left.
     die_with_parent(signal.SIGTERM)
     code = Supervisor(arguments.run_dir.resolve(), arguments.otlp or None).run()

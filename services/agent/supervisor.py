@@ -19,6 +19,7 @@ from typing import Any
 from nightshift.config.job import JobSpec
 from nightshift.config.load import read_resolved
 from nightshift.gpu import Device, find_device
+from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
 from services.agent import leftovers, machine
@@ -262,8 +263,8 @@ class Supervisor:
         error = error or RoleError("the start was interrupted", role=self._role)
         if not isinstance(error, NightshiftError):
             _log.exception("unexpected", exc_info=error)
-            text = (str(error).splitlines() or [""])[0]
-            error = RoleError(f"{type(error).__name__}: {text}", role=self._role, fix="See logs/agent.log")
+            error = translate(error, role=self._role)
+            error.fix = error.fix or "See logs/agent.log"
         _log.error("%s", error)
         self.report(error.role or self._role, "failed", detail=error.message, fix=error.fix)
         return error.exit_code

@@ -16,7 +16,8 @@ import grpc
 from opentelemetry import trace
 
 from nightshift.wire import codec, telemetry
-from nightshift.wire.errors import NightshiftError, RoleError, WireError
+from nightshift.wire.diagnose import translate
+from nightshift.wire.errors import RoleError, WireError
 from nightshift.wire.trace import TraceContext
 from nightshift.wire.v1 import scorer_pb2
 from services.scorers import ingress
@@ -68,7 +69,7 @@ class Replica:
                 return self._fail(span, grpc_context, grpc.StatusCode.INVALID_ARGUMENT, error.message)
             except Exception as error:
                 _log.exception("[%s] a call failed", self._role)
-                message = error.message if isinstance(error, NightshiftError) else f"{type(error).__name__}: {error}"
+                message = translate(error, role=self._role).message
                 return self._fail(span, grpc_context, grpc.StatusCode.INTERNAL, message)
             self._annotate(span, results)
         return scorer_pb2.ScoreResponse(

@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nightshift.wire import telemetry
+from nightshift.wire.diagnose import explain
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import trainer_pb2_grpc
 from services.trainer.config import RankConfig
@@ -164,7 +165,7 @@ class RayRanks:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, NightshiftError) and not hanging:
             return cause
-        said = str(cause) if isinstance(cause, NightshiftError) else f"{type(cause).__name__}: {cause}"
+        said = str(cause) if isinstance(cause, NightshiftError) else explain(cause)
         self.failure = RankFailedError(f"rank {rank} failed to {method}: {said}", role="trainer", fix=_RESTART)
         return self.failure
 

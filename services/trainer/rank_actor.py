@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nightshift.gpu import visible_names
 from nightshift.wire import codec
+from nightshift.wire.diagnose import diagnose, translate
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import unpack_loss, unpack_samples
 from services.trainer.config import RankConfig
@@ -167,13 +168,10 @@ class _Translated:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, NightshiftError):
             return
-        text = str(error)
-        if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text:
-            raise RoleError(
-                f"rank {self._rank} ran out of memory",
-                role="trainer",
-                fix="Lower trainer.micro_batch_size, or set trainer.gradient_checkpointing",
-            ) from error
+        found = diagnose(f"{type(error).__name__}: {error}")
+        # Of what torch raises, only this leaves a rank that can go on; the coordinator translates the rest.
+        if found is not None and found.kind in ("gpu_memory", "memory"):
+            raise translate(error, role="trainer", subject=f"rank {self._rank}") from error
 
 
 def core_share(cores: Sequence[int], rank: int, world: int, threads: int) -> list[int]:

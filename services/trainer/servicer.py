@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from nightshift.wire import codec
+from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import (
     BadInputError,
     NightshiftError,
@@ -158,7 +159,7 @@ async def _answer(context: grpc.aio.ServicerContext, work: Callable[[], Awaitabl
         await context.abort(status_code(error), str(error))
     except Exception as error:
         _log.exception("a call failed in a way that has no sentence of its own")
-        await context.abort(grpc.StatusCode.INTERNAL, f"[trainer] {type(error).__name__}: {error}")
+        await context.abort(grpc.StatusCode.INTERNAL, str(translate(error, role="trainer")))
 
 
 def _sequences(data: bytes) -> list[SequenceInput]:

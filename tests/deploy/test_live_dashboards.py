@@ -83,6 +83,7 @@ def test_every_query_returns_data_while_a_run_on_the_real_parts_goes_on(tmp_path
             while (missing := server.unanswered(missing)) and time.time() < began + 60:
                 time.sleep(1.0)
             if folder := os.environ.get("NIGHTSHIFT_DASHBOARD_IMAGES"):
+                time.sleep(60)  # what is drawn shows a minute
                 draw(server, Path(folder), began)
         finally:
             running.interrupt()
