@@ -19,7 +19,9 @@ class TrackingConfig(Section):
     """Tracking URI of MLflow, such as ``http://host:5000`` or ``sqlite:////folder/mlflow.db``."""
 
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://\S+$")
-    """OTLP/gRPC endpoint to which spans are exported as well."""
+    """OTLP/gRPC endpoint to which spans are exported as well; all of them, since a collector samples for itself."""
+    trace_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the groups' traces that ``events.jsonl`` stores; failed and slow ones are stored besides."""
 
     rollouts: bool = True
     """Store each rollout in ``rollouts/*.parquet``."""

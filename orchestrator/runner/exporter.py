@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from nightshift.config import JobSpec
-from nightshift.wire.events import EventLog
+from nightshift.wire.events import Event, EventLog
 from orchestrator.api.metrics import RunMetrics, targets_file, write_targets
 from orchestrator.runner.books import Books
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.readings import RunReader
+from orchestrator.runner.sampling import TailSampler
 from orchestrator.runner.services import Services
 from orchestrator.runner.stepper import Stepper
 
 
 class Exporter:
-    """The metrics of one run; without a port nothing is counted or served."""
+    """The metrics of one run, and which of its traces are stored; without a port nothing is counted or served."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, events: EventLog) -> None:
         self.metrics: RunMetrics | None = None
@@ -26,6 +28,7 @@ class Exporter:
         self._run_dir = run_dir
         self._events = events
         self._address = ""
+        self.sampler = TailSampler(lambda span: events.append_soon("span", **span), spec.tracking.trace_share)
 
     def start(self) -> None:
         """Listens where the job gives a port, and counts the events from here on.
@@ -38,7 +41,7 @@ class Exporter:
             return
         self.metrics = RunMetrics(self._run_dir.name)
         self._address = f"127.0.0.1:{self.metrics.serve(port)}"
-        self._events.listeners.append(self.metrics.on_event)
+        self._events.listeners.append(self._on_event)
         self._events.append("metrics", url=f"http://{self._address}/metrics")
 
     def watch(
@@ -73,10 +76,21 @@ class Exporter:
             {"nightshift": [self._address], "nightshift-rollout": servers, "nightshift-ray": services.metrics},
         )
 
+    def on_span(self, span: dict[str, Any]) -> None:
+        """Takes a span of any role: counted always, stored where the sampler says so."""
+        if self.metrics is not None:
+            self.metrics.on_event({"kind": "span", **span})
+        self.sampler.offer(span)
+
+    def _on_event(self, event: Event) -> None:
+        if self.metrics is not None and event["kind"] != "span":
+            self.metrics.on_event(event)
+
     def close(self) -> None:
-        """Ends the server; what Prometheus was told is taken back."""
+        """Stores what is undecided and ends the server; what Prometheus was told is taken back."""
+        self.sampler.flush()
         if self.metrics is not None:
             targets_file(self._run_dir).unlink(missing_ok=True)
-            if self.metrics.on_event in self._events.listeners:
-                self._events.listeners.remove(self.metrics.on_event)
+            if self._on_event in self._events.listeners:
+                self._events.listeners.remove(self._on_event)
             self.metrics.close()

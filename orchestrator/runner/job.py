@@ -114,15 +114,15 @@ class Job:
 
     async def _run(self, resume: bool) -> bool:
         spec = self.spec
-        receiver = TraceReceiver(lambda span: self.events.append_soon("span", **span), spec.tracking.otlp_endpoint)
-        await receiver.start(self._otlp_port)
         exporter = Exporter(spec, self.run_dir, self.events)
+        receiver = TraceReceiver(exporter.on_span, spec.tracking.otlp_endpoint)
+        await receiver.start(self._otlp_port)
         try:
             exporter.start()
             inputs = load_inputs(spec)
             for message in inputs.train.warnings:
                 self.events.append("warning", role="job", message=message)
-            tracer = run_tracer(self.run_id, self.events, spec.tracking.otlp_endpoint)
+            tracer = run_tracer(self.run_id, exporter.on_span, spec.tracking.otlp_endpoint)
             losses = Losses()
             while True:
                 try:
@@ -132,9 +132,9 @@ class Job:
                         raise
                     self.events.append("warning", role="trainer", message=f"{error}; going on from the last checkpoint")
         finally:
-            exporter.close()
             await asyncio.to_thread(telemetry.shutdown)
             await receiver.stop()
+            exporter.close()
 
     async def _once(self, inputs: Inputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool) -> bool:
         """An attempt from the newest checkpoint on; notes in ``losses`` where it lost its trainer."""
@@ -143,6 +143,7 @@ class Job:
         start = find_start(self.run_id, store, checkpoints, self.events, resume=resume)
         books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
         tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
+        exporter.sampler.keep(start.job_trace_id)
         attempt = self._attempt = Attempt(
             spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing, exporter
         )

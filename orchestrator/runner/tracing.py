@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import Span, Tracer
 
 from nightshift.wire import telemetry
-from nightshift.wire.events import EventLog
 from nightshift.wire.trace import TraceContext, new_span_id
 from orchestrator.runner.light_spans import LightTracer
 
@@ -50,12 +49,8 @@ class SpanEvents(SpanProcessor):
         )
 
 
-def run_tracer(run_id: str, events: EventLog, otlp_endpoint: str | None) -> Tracer:
-    """What makes the run's own spans, each of which becomes an event: the SDK only where they are exported as well."""
-
-    def sink(span: dict[str, Any]) -> None:
-        events.append_soon("span", **span)
-
+def run_tracer(run_id: str, sink: Callable[[dict[str, Any]], None], otlp_endpoint: str | None) -> Tracer:
+    """What makes the run's own spans and hands each to ``sink``: the SDK only where they are exported as well."""
     if not otlp_endpoint:
         return LightTracer(sink, ROLE)
     return telemetry.setup(ROLE, otlp_endpoint, run_id, [SpanEvents(sink)])

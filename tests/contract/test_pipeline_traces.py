@@ -113,3 +113,76 @@ async def test_o46_a_resumed_group_keeps_its_trace(tmp_path: Path) -> None:
             traces[group_of(request.request_id)].add(trace_of(request.headers["traceparent"]))
         assert all(len(found) == 1 for found in traces.values())
         assert {context.job_trace_id for context in run.trainer.contexts} == {JOB}
+
+
+async def test_o46_a_runs_spans_are_one_connected_whole(tmp_path: Path) -> None:
+    """From the job to each optimiser step, and by links to every group that fed it: no span stands apart."""
+    async with FakeRun(tmp_path, prompts=8, test_prompts=2, trainer={"save_freq": 2, "test_freq": 2}) as run:
+        assert await run.run() == 0, run.error()
+        spans = {span["span_id"]: span for span in run.events("span")}
+        reached = connected(spans)
+        assert {span["name"] for key, span in spans.items() if key not in reached} == set()
+        (job,) = [span for span in spans.values() if span["name"] == "job"]
+        for span in spans.values():
+            if span["name"] in ("optimizer_step", "publish", "push_weights", "checkpoint", "evaluate"):
+                assert span["parent_id"] == job["span_id"]
+            if span["name"] in ("rollout", "reward", "reference", "buffer"):
+                assert spans[span["parent_id"]]["name"] == "group"
+            if span["name"] == "generate" and ".eval" not in str(span["attributes"].get("sample_id")):
+                assert spans[span["parent_id"]]["name"] == "rollout"
+            parent = spans.get(span["parent_id"] or "")
+            if parent is not None:
+                assert parent["trace_id"] == span["trace_id"]
+                assert span["start"] >= parent["start"] - 0.001
+        trained = {group for span in spans.values() if span["name"] == "optimizer_step" for group in linked(span)}
+        groups = {span["trace_id"] for span in spans.values() if span["name"] == "group"}
+        assert trained == groups
+
+
+@pytest.mark.parametrize("broken", ["parent", "link"])
+async def test_o46_a_hop_that_is_not_propagated_is_noticed(tmp_path: Path, broken: str) -> None:
+    async with FakeRun(tmp_path, prompts=4) as run:
+        assert await run.run() == 0, run.error()
+        spans = {span["span_id"]: dict(span) for span in run.events("span")}
+        one = next(s for s in spans.values() if s["name"] == ("rollout" if broken == "parent" else "group"))
+        if broken == "parent":
+            one |= {"parent_id": None, "trace_id": "f" * 32}
+        else:
+            for span in spans.values():
+                span["links"] = [link for link in span["links"] if one["trace_id"] not in link["trace_id"]]
+            one["links"] = []
+        assert len(connected(spans)) < len(spans)
+
+
+def connected(spans: dict[str, dict[str, object]]) -> set[str]:
+    """Ids of the spans that can be reached from the job's, by parents and links in either direction."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for key, span in spans.items():
+        others = [span["parent_id"], *(link["span_id"] for link in span["links"])]  # type: ignore[attr-defined]
+        for other in others:
+            if other in spans:
+                edges[key].add(str(other))
+                edges[str(other)].add(key)
+    start = next(key for key, span in spans.items() if span["name"] == "job")
+    reached, waiting = {start}, [start]
+    while waiting:
+        for other in edges[waiting.pop()] - reached:
+            reached.add(other)
+            waiting.append(other)
+    return reached
+
+
+def linked(span: dict[str, object]) -> set[str]:
+    return {link["trace_id"] for link in span["links"]}  # type: ignore[attr-defined]
+
+
+async def test_o46_with_a_share_of_traces_failures_are_stored_and_metrics_count_all(tmp_path: Path) -> None:
+    settings = {"tracking": {"tensorboard": False, "trace_share": 0.0}, "resources": {"ports": {"metrics": 0}}}
+    async with FakeRun(tmp_path, prompts=12, **settings) as run:
+        run.engine.faults.plan("503", "g0000003.0", times=1)
+        assert await run.run() == 0, run.error()
+        roots = {span["attributes"]["group_id"] for span in run.events("span") if span["name"] == "group"}
+        assert "g0000003" in roots, "the group with a retry is stored"
+        assert len(roots) < 12, "and not every other one"
+        steps = [span for span in run.events("span") if span["name"] == "optimizer_step"]
+        assert len(steps) == 6, "the job's own trace is whole"
