@@ -255,6 +255,7 @@ FLEET = Board(
                     ("sum by (kind) (nightshift_rollout_rejected_total{%})", "refused: {{kind}}"),
                     ("nightshift_rollout_failed_samples_total{%}", "samples that could not be had"),
                     ("nightshift_rollout_failed_groups_total{%}", "groups that failed"),
+                    ("nightshift_stale_groups_total{%}", "groups dropped for their age"),
                 ),
                 curve(
                     "Tokens kept of broken responses", ("nightshift_rollout_kept_tokens_total{%}", "since the start")

@@ -77,5 +77,11 @@ def test_every_metric_is_shown_somewhere() -> None:
         *("nightshift_eval_scored_prompts", "nightshift_eval_prompts", "nightshift_eval_response_length_tokens"),
         *("nightshift_eval_seconds", "nightshift_trained_sequences_total", "nightshift_kl_clamped_tokens_total"),
         *("nightshift_advantage_single_groups_total", "nightshift_advantage_empty_samples_total"),
-        "nightshift_advantage_clamped_tokens_total",
+        *("nightshift_advantage_clamped_tokens_total", "nightshift_stale_response_length_mean_tokens"),
+        *("nightshift_preference_chosen_reward", "nightshift_preference_rejected_reward"),
+        *("nightshift_preference_margin", "nightshift_preference_accuracy_ratio"),
+        "nightshift_rollout_filtered_groups_total",
+        *("nightshift_critic_value_mean", "nightshift_critic_return_mean"),
+        *("nightshift_critic_explained_variance_ratio", "nightshift_critic_clip_fraction_ratio"),
+        *("nightshift_update_parts", "nightshift_update_attempts_total"),
     }
