@@ -8,6 +8,7 @@ from nightshift.algorithms import check_estimator
 from nightshift.config import JobSpec
 from nightshift.config.files import reward_reads
 from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns
+from nightshift.data.preferences import load_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def check_data(spec: JobSpec) -> DataCheck:
             longer than the model's context; or a reward reads what the rows do not have.
     """
     tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
+    if spec.is_preference:
+        return _check_pairs(spec, tokenizer)
     check_estimator(
         spec.algorithm.estimator,
         has_critic=spec.scorers.critic is not None,
@@ -73,6 +76,18 @@ def check_data(spec: JobSpec) -> DataCheck:
         require_columns(test, needed)
     steps = spec.steps_for(len(train.prompts))
     return DataCheck(_lengths(train), _lengths(test) if test is not None else None, steps, train.warnings)
+
+
+def _check_pairs(spec: JobSpec, tokenizer: Tokenizer) -> DataCheck:
+    longest = spec.rollout.max_response_length
+    check_context(tokenizer, spec.data.max_prompt_length, longest, None)
+    sets = [
+        load_pairs(spec.data, files, tokenizer, longest)
+        for files in (spec.data.train_files, spec.data.test_files)
+        if files
+    ]
+    train, *test = [Lengths.of([len(pair.prompt_ids) for pair in found.pairs], found.summary()) for found in sets]
+    return DataCheck(train, test[0] if test else None, spec.steps_for(len(sets[0])), sets[0].warnings)
 
 
 def _lengths(prompts: PromptSet) -> Lengths:

@@ -208,6 +208,24 @@ def _remote(url: str | None, run: str | None) -> bool:
     return url is not None and (run is None or not Path(run).is_dir())
 
 
+data = typer.Typer(help="Data files.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@data.command()
+@command
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="JSONL (or parquet) with chosen and rejected.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET.parquet", help="File to be made.")],
+    prompt_key: Annotated[str, typer.Option(help="Column of the prompt.")] = "prompt",
+) -> int:
+    """Convert preference pairs to parquet: prompt as messages, chosen and rejected as texts."""
+    from nightshift.data.convert import convert_preferences
+
+    print(f"{convert_preferences(source, target, prompt_key)} pairs in {target}")
+    return 0
+
+
 def _version(value: bool) -> None:
     if value:
         print(f"nightshift {__version__}")

@@ -33,6 +33,9 @@ class DataConfig(Section):
     apply_chat_template: bool = True
     """Text prompts become one user turn of the chat template; false: they are tokenised as they stand."""
 
+    add_eos_token: bool = True
+    """Answers of preference data end with the model's end-of-sequence id."""
+
     chat_template: str | None = None
     """Built-in name (chatml, qwen, llama3, phi3) or path of a Jinja file; null: the tokenizer's own."""
 

@@ -112,6 +112,13 @@ class Tokenizer:
             chat_template=None if found is None else ChatTemplate(found[0], found[1], special),
         )
 
+    @property
+    def end_id(self) -> int | None:
+        """The id that ends an answer in training data: the tokenizer's own, else the smallest that ends a response."""
+        own = self.special_tokens.get("eos_token")
+        found = self._backend.token_to_id(own) if own else None
+        return found if found is not None else next(iter(self.eos_ids), None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
         """Ids of a text. Special tokens that stand in the text as such are recognised in either case."""
         return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)

@@ -25,6 +25,7 @@ from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.inputs import Inputs, load_inputs
 from orchestrator.runner.ledger import Ledger
 from orchestrator.runner.pipeline import Pipeline
+from orchestrator.runner.preference import PreferenceAttempt, PreferenceInputs
 from orchestrator.runner.services import TrainerAddress, wait_for_services
 from orchestrator.runner.start import find_start
 from orchestrator.runner.tracing import Tracing, run_tracer
@@ -73,7 +74,7 @@ class Job:
         self.spec: JobSpec = read_resolved(run_dir / "job.yaml")
         self.events = EventLog(run_dir / "events.jsonl", self.run_id)
         self._otlp_port = otlp_port
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | PreferenceAttempt | None = None
         self._main: asyncio.Task[bool] | None = None
         self._stopping = False
 
@@ -119,7 +120,7 @@ class Job:
         await receiver.start(self._otlp_port)
         try:
             exporter.start()
-            inputs = load_inputs(spec)
+            inputs = PreferenceInputs(spec) if spec.is_preference else load_inputs(spec)
             for message in inputs.train.warnings:
                 self.events.append("warning", role="job", message=message)
             tracer = run_tracer(self.run_id, exporter.on_span, spec.tracking.otlp_endpoint)
@@ -136,7 +137,9 @@ class Job:
             await receiver.stop()
             exporter.close()
 
-    async def _once(self, inputs: Inputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool) -> bool:
+    async def _once(
+        self, inputs: Inputs | PreferenceInputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool
+    ) -> bool:
         """An attempt from the newest checkpoint on; notes in ``losses`` where it lost its trainer."""
         spec, checkpoints = self.spec, Checkpoints(self.run_dir)
         store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
@@ -144,9 +147,13 @@ class Job:
         books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
         tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
         exporter.sampler.keep(start.job_trace_id)
-        attempt = self._attempt = Attempt(
-            spec, self.run_dir, self.events, inputs, start, books, checkpoints, tracing, exporter
-        )
+        given = (books, checkpoints, tracing)
+        attempt: Attempt | PreferenceAttempt
+        if isinstance(inputs, PreferenceInputs):
+            attempt = PreferenceAttempt(spec, self.run_dir, self.events, inputs, start, *given)
+        else:
+            attempt = Attempt(spec, self.run_dir, self.events, inputs, start, *given, exporter)
+        self._attempt = attempt
         try:
             await books.save_run(start.lineage, start.job_trace_id, "running")
             timeout = spec.rollout.start_timeout_s + spec.scorers.start_timeout_s + spec.trainer.start_timeout_s

@@ -122,7 +122,9 @@ class Supervisor:
         store = self._make_store(spec, device)
 
         self._role = RolloutRole.NAME
-        if spec.rollout.url is None:
+        if spec.is_preference:
+            pass  # nothing is sampled
+        elif spec.rollout.url is None:
             server = self._parts.server(
                 spec,
                 store=store,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,26 @@ def test_dynamic_sampling_leaves_groups_out_and_fills_the_batch(model: Path, tmp
     (summary,) = ended.of_kind("summary")
     assert summary["ledger"]["dropped_filtered"] == sum(m["rollout/filtered_groups"] for m in ended.metrics())
     assert all(m["advantage/zero_spread_share"] < 1.0 for m in ended.metrics())
+
+
+def test_dpo_lowers_its_loss_resumes_and_needs_no_server(model: Path, tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path / "job",
+        model,
+        data={"train_files": ["pairs.jsonl"], "test_files": ["pairs.jsonl"], "shuffle": True},
+        algorithm={"policy_loss": "dpo", "kl_coef": 0.0},
+        rewards=[],
+        rollout={"batch_size": 4},
+        trainer={"total_steps": 12, "learning_rate": 3e-3, "save_freq": 6, "test_freq": 6},
+    )
+    rows = [{"prompt": f"{at}", "chosen": "abba"[: at % 3 + 2], "rejected": "xyz"} for at in range(16)]
+    (tmp_path / "job" / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = run(job)
+    assert ended.code == 0, ended.output[-3000:]
+    metrics = ended.metrics()
+    assert metrics[0]["loss/actor"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics[-1]["loss/actor"] < 0.4
+    assert metrics[-1]["preference/margin"] > metrics[0]["preference/margin"] + 0.5
+    assert [event["metrics"]["eval/score"] for event in ended.of_kind("evaluation")][-1] == 1.0
+    assert not any(event["kind"] == "role" and event["role"] == "rollout" for event in ended.events)
+    assert leftovers(ended.folder.name) == []
