@@ -14,6 +14,7 @@ from nightshift.cli.estimate import read_shape
 from nightshift.cli.gpu_memory import check_gpu_memory
 from nightshift.cli.processes import RUN_ID_VARIABLE, Child
 from nightshift.config import JobSpec
+from nightshift.config.rewards import ClassifierReward, EmbeddingReward
 from nightshift.gpu import ask_driver, find_device
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutError
 
@@ -79,6 +80,9 @@ def resolve_models(spec: JobSpec, say: Callable[[str], None]) -> None:
     reference = spec.scorers.reference.model
     if spec.needs_reference and reference is not None and not reference.startswith(_GRPC):
         spec.scorers.reference.model = local(reference)
+    for reward in spec.rewards:
+        if isinstance(reward, ClassifierReward | EmbeddingReward):
+            reward.model = local(reward.model)
     teacher, critic = spec.scorers.teacher, spec.scorers.critic
     if spec.needs_teacher and teacher is not None and not teacher.model.startswith(_GRPC):
         teacher.model = local(teacher.model)

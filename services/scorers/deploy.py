@@ -15,11 +15,11 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from nightshift.config import JobSpec
-from nightshift.config.rewards import PythonReward
+from nightshift.config.rewards import PythonReward, RemoteReward
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import ingress, reward_pool
-from services.scorers.replicas import CriticReplica, ReferenceReplica, RewardReplica
+from services.scorers.replicas import BuiltinRewardReplica, CriticReplica, ReferenceReplica, RewardReplica
 
 #: Serve's own bookkeeping; the samples in flight are bounded by the caller.
 _OPTIONS: dict[str, Any] = {
@@ -78,9 +78,13 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
             application = _reward(spec, reward, _application_name(name, applications), otlp, run_id)
             applications.append(application)
             rewards.append({"name": name, "url": url, "application": application.name})
-        else:
+        elif isinstance(reward, RemoteReward):
             entry = {"name": reward.name, "url": reward.url, "application": _application_name(reward.name, [])}
             rewards.append(entry)
+        else:
+            application = _builtin(spec, reward, _application_name(reward.name, applications), otlp, run_id)
+            applications.append(application)
+            rewards.append({"name": reward.name, "url": url, "application": application.name})
     reference = _reference_entry(spec, url)
     if reference is not None and reference["url"] == url:
         applications.append(_reference(spec, otlp, run_id))
@@ -114,6 +118,15 @@ def _reward(spec: JobSpec, reward: PythonReward, application: str, otlp: str | N
         reward.function, reward.workers, reward.timeout_s, timeout_s, otlp, run_id
     )
     return _Application(application, "reward", timeout_s, deployment)
+
+
+def _builtin(spec: JobSpec, reward: Any, application: str, otlp: str | None, run_id: str) -> _Application:
+    """A reward that comes with the project."""
+    gpu = reward.type in ("classifier", "embedding") and _cuda(spec.resources.device)
+    deployment = _deployment(BuiltinRewardReplica, reward.type, gpus=_GPUS if gpu else 0).bind(
+        reward.type, reward.model_dump(mode="json"), spec.resources.device, otlp, run_id
+    )
+    return _Application(application, "reward", spec.scorers.start_timeout_s, deployment)
 
 
 def _reference_entry(spec: JobSpec, url: str) -> dict[str, Any] | None:

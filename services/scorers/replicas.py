@@ -250,3 +250,60 @@ class CriticReplica(Replica):
         if thread := getattr(self, "_thread", None):
             thread.shutdown(wait=False, cancel_futures=True)
         super()._close()
+
+
+class BuiltinRewardReplica(Replica):
+    """A reward that comes with the project: classifier, embedding, judge or code.
+
+    Args:
+        kind: its ``type`` in the job file.
+        settings: its other keys there.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    def __init__(self, kind: str, settings: dict[str, Any], device: str, otlp: str | None, run_id: str) -> None:
+        super().__init__("reward", "reward.score", otlp, run_id)
+        self._kind, self._settings = kind, settings
+        threads = str(settings.get("threads", 1))
+        os.environ.update(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
+        self._thread = ThreadPoolExecutor(1, "reward")
+        # A judge only waits for the network, in the replica's own loop.
+        self._scorer = (
+            _scorer(kind, settings, device)
+            if kind == "judge"
+            else self._thread.submit(_scorer, kind, settings, device).result()
+        )
+
+    async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
+                raise WireError(f"sample {index} is no map with a text 'response'")
+        if self._kind == "judge":
+            graded: Sequence[Any] = await self._scorer.score(samples)
+            return graded
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, samples)
+
+    def _annotate(self, span: trace.Span, results: Sequence[Any]) -> None:
+        span.set_attribute("nightshift.unscored", sum(result["score"] is None for result in results))
+
+    def _describe(self) -> dict[str, Any]:
+        return {"model": str(self._settings.get("model") or self._kind)}
+
+    def _close(self) -> None:
+        if thread := getattr(self, "_thread", None):
+            thread.shutdown(wait=False, cancel_futures=True)
+        super()._close()
+
+
+def _scorer(kind: str, settings: dict[str, Any], device: str) -> Any:
+    if kind == "judge":
+        from services.scorers.judge import JudgeScorer
+
+        return JudgeScorer(settings)
+    if kind == "code":
+        from services.scorers.sandbox import CodeScorer
+
+        return CodeScorer(settings)
+    from services.scorers.model_rewards import ClassifierScorer, EmbeddingScorer
+
+    return ClassifierScorer(settings, device) if kind == "classifier" else EmbeddingScorer(settings, device)
