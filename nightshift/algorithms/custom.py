@@ -20,7 +20,12 @@ from typing import Any
 from nightshift.config.functions import check_function, split_reference
 from nightshift.wire.errors import BadInputError
 
-_FIX = "An estimator is a function of (batch, config) that returns [N] numbers or N arrays [T_i]"
+_KEY = "algorithm.estimator"
+_FIXES = {
+    _KEY: "An estimator is a function of (batch, config) that returns [N] numbers or N arrays [T_i]",
+    "data.curriculum": "A curriculum is a function of (prompts, epoch) that returns one number per prompt",
+}
+_ARGUMENTS = {_KEY: "(batch, config)", "data.curriculum": "(prompts, epoch)"}
 
 
 def is_custom(name: str) -> bool:
@@ -28,75 +33,78 @@ def is_custom(name: str) -> bool:
     return ":" in name or "." in name
 
 
-def check_custom(name: str) -> None:
-    """Checks that the function exists and takes (batch, config), without running it.
+def check_custom(name: str, key: str = _KEY) -> None:
+    """Checks that the function exists and takes two arguments, without running it.
+
+    Args:
+        key: of the job file, for messages; ``algorithm.estimator`` is called with (batch, config).
 
     Raises:
         BadInputError: no such file, module or function, or another signature.
     """
-    path, function = _locate(name)
+    path, function = _locate(name, key)
     try:
         definition = check_function(path, function)
     except ValueError as error:
-        raise _bad(name, f"file {str(path)!r} {error}") from error
-    if definition is not None and (problem := _signature_problem(definition.args)):
-        raise _bad(name, f"{function!r} {problem}")
+        raise _bad(key, name, f"file {str(path)!r} {error}") from error
+    if definition is not None and (problem := _signature_problem(definition.args, _ARGUMENTS[key])):
+        raise _bad(key, name, f"{function!r} {problem}")
 
 
-def load_custom(name: str) -> Callable[..., Any]:
+def load_custom(name: str, key: str = _KEY) -> Callable[..., Any]:
     """Runs the file or imports the module, and returns the function.
 
     Raises:
         BadInputError: as :func:`check_custom`, or the module raises while it is loaded.
     """
-    check_custom(name)
+    check_custom(name, key)
     try:
         if ":" in name:
-            path, function = _locate(name)
+            path, function = _locate(name, key)
             module = _run_file(path)
         else:
             dotted, _, function = name.rpartition(".")
             module = importlib.import_module(dotted)
         found = getattr(module, function, None)
     except Exception as error:  # whatever the user's module raises
-        raise _bad(name, f"loading it raised {type(error).__name__}: {error}") from error
+        raise _bad(key, name, f"loading it raised {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise _bad(name, f"{function!r} is {type(found).__name__}, not a function")
+        raise _bad(key, name, f"{function!r} is {type(found).__name__}, not a function")
     estimator: Callable[..., Any] = found
     try:
         inspect.signature(estimator).bind(None, None)
     except TypeError as error:
-        raise _bad(name, f"{function!r} cannot be called with (batch, config): {error}") from error
+        raise _bad(key, name, f"{function!r} cannot be called with {_ARGUMENTS[key]}: {error}") from error
     return estimator
 
 
-def _locate(name: str) -> tuple[Path, str]:
+def _locate(name: str, key: str) -> tuple[Path, str]:
     """The source file and the function's name."""
     if ":" in name:
         try:
             file, function = split_reference(name)
         except ValueError as error:
-            raise _bad(name, str(error)) from error
+            raise _bad(key, name, str(error)) from error
         return Path(file), function
     dotted, _, function = name.rpartition(".")
     parts = dotted.split(".")
     if not all(part.isidentifier() for part in (*parts, function)):
-        raise _bad(name, "neither path.py:function nor package.module.function")
+        raise _bad(key, name, "neither path.py:function nor package.module.function")
     # Only the top-level package is looked up: find_spec on a submodule would import its parents.
     spec = importlib.util.find_spec(parts[0])
     if spec is None:
-        raise _bad(name, f"there is no module {parts[0]!r}")
+        raise _bad(key, name, f"there is no module {parts[0]!r}")
     if len(parts) == 1:
         found = [Path(spec.origin)] if spec.origin else []
     else:
         roots = [Path(root).joinpath(*parts[1:]) for root in spec.submodule_search_locations or ()]
         found = [path for root in roots for path in (root.with_suffix(".py"), root / "__init__.py") if path.is_file()]
     if not found:
-        raise _bad(name, f"there is no module {dotted!r}")
+        raise _bad(key, name, f"there is no module {dotted!r}")
     return found[0], function
 
 
-def _signature_problem(arguments: ast.arguments) -> str:
+def _signature_problem(arguments: ast.arguments, wanted: str) -> str:
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)
     keywords = [
@@ -106,9 +114,9 @@ def _signature_problem(arguments: ast.arguments) -> str:
     ]
     if required > 2 or (positional < 2 and arguments.vararg is None):
         names = ", ".join(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-        return f"takes ({names}), expected (batch, config)"
+        return f"takes ({names}), expected {wanted}"
     if keywords:
-        return f"asks for the keyword {keywords[0]!r}, expected (batch, config)"
+        return f"asks for the keyword {keywords[0]!r}, expected {wanted}"
     return ""
 
 
@@ -128,5 +136,5 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _bad(name: str, cause: str) -> BadInputError:
-    return BadInputError(f"algorithm.estimator {name!r}: {cause}", role="job", fix=_FIX)
+def _bad(key: str, name: str, cause: str) -> BadInputError:
+    return BadInputError(f"{key} {name!r}: {cause}", role="job", fix=_FIXES[key])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nightshift.config.base import Section
 
@@ -14,6 +14,13 @@ class DataConfig(Section):
 
     train_files: list[str] = Field(min_length=1)
     """Parquet or JSONL files, or HF ``datasets`` folders. Paths are relative to the job file."""
+
+    weights: list[float] | None = None
+    """How often an epoch holds the rows of each train file: 2 is twice, 0.5 every other row; null: each row once."""
+
+    curriculum: str | None = None
+    """``path.py:function`` of (prompts, epoch) that returns one number per prompt: in each epoch those with lower
+    numbers come first; null: no such order."""
 
     test_files: list[str] = Field(default_factory=list)
     """Held-out prompts for the evaluation; empty: no evaluation."""
@@ -44,3 +51,14 @@ class DataConfig(Section):
 
     shuffle: bool = True
     """A new order in each epoch, fixed by ``trainer.seed``."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights is not None:
+            if len(self.weights) != len(self.train_files):
+                raise ValueError(
+                    f"data.weights has {len(self.weights)} numbers for {len(self.train_files)} data.train_files"
+                )
+            if any(weight < 0 for weight in self.weights) or not any(self.weights):
+                raise ValueError("data.weights must be 0 or more, and one of them above 0")
+        return self

@@ -63,6 +63,8 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
             reward.function = _function(reward.function, base, f"rewards[{index}].function", problems, is_reward=True)
         elif isinstance(reward, ClassifierReward | EmbeddingReward):
             reward.model = _model(reward.model, base, f"rewards[{index}].model", problems)
+    if spec.data.curriculum is not None:
+        spec.data.curriculum = _function(spec.data.curriculum, base, "data.curriculum", problems, parameters=2)
     if ":" in spec.algorithm.estimator:
         spec.algorithm.estimator = _function(spec.algorithm.estimator, base, "algorithm.estimator", problems)
     spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())
@@ -131,7 +133,9 @@ def _model(text: str, base: Path, key: str, problems: list[str]) -> str:
     return text
 
 
-def _function(text: str, base: Path, key: str, problems: list[str], *, is_reward: bool = False) -> str:
+def _function(
+    text: str, base: Path, key: str, problems: list[str], *, is_reward: bool = False, parameters: int | None = None
+) -> str:
     try:
         file, name = split_reference(text)
     except ValueError as error:
@@ -146,6 +150,11 @@ def _function(text: str, base: Path, key: str, problems: list[str], *, is_reward
         except ValueError as error:
             problems.append(f"{key}: file {str(path)!r} {error}")
         else:
+            if parameters is not None and definition is not None:
+                taken = len(definition.args.posonlyargs) + len(definition.args.args)
+                required = taken - len(definition.args.defaults)
+                if required > parameters or (taken < parameters and definition.args.vararg is None):
+                    problems.append(f"{key}: function {name!r} takes {taken} parameters, expected {parameters}")
             if is_reward and definition is not None:
                 try:
                     check_reward_parameters(definition)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -21,6 +21,33 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.intp]:
     return np.argsort(draws, kind="stable")
 
 
+def mixed_rows(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> NDArray[np.intp]:
+    """The rows of one epoch where files have weights, file by file: [M] row indices, before the epoch's shuffle.
+
+    A file of n rows and weight w gives round(w n) rows an epoch: each of them floor(w) times, and of the rest the next
+    part of a walk that goes on through the epochs, so that every row has its turn.
+
+    Args:
+        parts: rows and weight of each file, in the order of the rows.
+        shuffle: whether each such walk through a file has an order of its own.
+    """
+    found: list[NDArray[np.intp]] = []
+    start = 0
+    for number, (rows, weight) in enumerate(parts):
+        count = round(weight * rows)
+        begin = epoch * count
+        walks: dict[int, NDArray[np.intp]] = {}
+        picked = np.empty(count, np.intp)
+        for at in range(count):
+            walk, place = divmod(begin + at, rows)
+            if walk not in walks:
+                walks[walk] = epoch_order(rows, seed + 7919 * (number + 1), walk) if shuffle else np.arange(rows)
+            picked[at] = start + walks[walk][place]
+        found.append(picked)
+        start += rows
+    return np.concatenate(found)
+
+
 class Cursor:
     """Walks over ``size`` rows, epoch after epoch, without end.
 
@@ -28,14 +55,29 @@ class Cursor:
         size: number of rows.
         seed: seed of the order, 0 or more.
         shuffle: False keeps the rows' own order in every epoch.
+        parts: rows and weight of each file, where files have weights; an epoch then holds a file's rows that often.
+        keys: of an epoch: [size] numbers by which its rows are sorted, lowest first; equal ones keep their order.
 
     Raises:
-        BadInputError: there are no rows.
+        BadInputError: there are no rows, or none is left by the weights.
     """
 
-    def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        *,
+        parts: Sequence[tuple[int, float]] | None = None,
+        keys: Callable[[int], NDArray[np.float64]] | None = None,
+    ) -> None:
         if size < 1:
             raise BadInputError("there are no prompts to walk over", role="job")
+        if parts is not None and (sum(rows for rows, _ in parts) != size or not sum(round(w * n) for n, w in parts)):
+            raise BadInputError(
+                f"data.weights leave no row of {size}, or belong to other files", role="job", fix="Raise a weight"
+            )
+        self._parts, self._keys = parts, keys
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._epoch, self._offset = 0, 0
         self._order = self._make_order()
@@ -49,12 +91,12 @@ class Cursor:
         """Epoch and index of the next row."""
         epoch, index = self._epoch, int(self._order[self._offset])
         self._offset += 1
-        if self._offset == self._size:
+        if self._offset == len(self._order):
             self._epoch, self._offset = epoch + 1, 0
             self._order = self._make_order()
         return epoch, index
 
-    def state(self) -> dict[str, int | bool]:
+    def state(self) -> dict[str, Any]:
         """The place as plain values, for a checkpoint's manifest."""
         return {
             "epoch": self._epoch,
@@ -62,6 +104,7 @@ class Cursor:
             "size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"weights": [weight for _, weight in self._parts]} if self._parts is not None else {}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -70,7 +113,9 @@ class Cursor:
         Raises:
             BadInputError: the state is malformed, or was saved over other data: the same place would be another row.
         """
-        for name, now in (("size", self._size), ("seed", self._seed), ("shuffle", self._shuffle)):
+        weights = None if self._parts is None else [weight for _, weight in self._parts]
+        own = (("size", self._size), ("seed", self._seed), ("shuffle", self._shuffle), ("weights", weights))
+        for name, now in own:
             if state.get(name) != now:
                 raise BadInputError(
                     f"the prompt cursor was saved with {name} {state.get(name)!r}, the job now has {now!r}",
@@ -78,13 +123,23 @@ class Cursor:
                     fix="Resume with the same data files, data settings and trainer.seed",
                 )
         epoch, offset = state.get("epoch"), state.get("offset")
-        if not (_is_count(epoch) and _is_count(offset) and offset < self._size):
+        if not (_is_count(epoch) and _is_count(offset)):
             raise BadInputError(f"the saved prompt cursor is malformed: epoch {epoch!r}, offset {offset!r}", role="job")
-        self._epoch, self._offset = epoch, offset
-        self._order = self._make_order()
+        self._epoch = epoch
+        order = self._make_order()
+        if offset >= len(order):
+            raise BadInputError(f"the saved prompt cursor is malformed: epoch {epoch!r}, offset {offset!r}", role="job")
+        self._offset, self._order = offset, order
 
     def _make_order(self) -> NDArray[np.intp]:
-        return epoch_order(self._size, self._seed, self._epoch) if self._shuffle else np.arange(self._size)
+        if self._parts is None:
+            rows = np.arange(self._size)
+        else:
+            rows = mixed_rows(self._parts, self._seed, self._epoch, self._shuffle)
+        order = rows[epoch_order(len(rows), self._seed, self._epoch)] if self._shuffle else rows
+        if self._keys is not None:
+            order = order[np.argsort(self._keys(self._epoch)[order], kind="stable")]
+        return order
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -43,7 +43,7 @@ def load_prompts(config: DataConfig, files: Sequence[str | Path], tokenizer: Tok
         raise BadInputError("the list of data files is empty", role=_ROLE)
     tables = [read_table(path, {config.prompt_key, *_COLUMNS}) for path in files]
     loader = _Loader(config, tokenizer)
-    names = _row_prefixes([table.path for table in tables])
+    names = row_prefixes([table.path for table in tables])
     for name, table in zip(names, tables, strict=True):
         loader.add(name, table)
     result = PromptSet(
@@ -224,7 +224,7 @@ def _source(table: Table) -> Source:
     return Source(table.path, table.columns, len(table.rows), frozenset(provides))
 
 
-def _row_prefixes(paths: Sequence[str]) -> list[str]:
+def row_prefixes(paths: Sequence[str]) -> list[str]:
     """File names, with the place in the list in front where a name comes twice."""
     names = [Path(path).name for path in paths]
     return [name if names.count(name) == 1 else f"{place}/{name}" for place, name in enumerate(names)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nightshift.config import JobSpec
-from nightshift.data import Cursor, PromptSet, Tokenizer
+from nightshift.data import PromptSet, Tokenizer
 from nightshift.wire.errors import RoleError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
@@ -23,7 +23,7 @@ from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
-from orchestrator.runner.inputs import Inputs, steps_sentence
+from orchestrator.runner.inputs import Inputs, make_cursor, steps_sentence
 from orchestrator.runner.ledger import GroupState
 from orchestrator.runner.live import LiveSettings
 from orchestrator.runner.pipeline import Pipeline
@@ -131,7 +131,7 @@ class Attempt:
             critic=models.get("critic"),
         )
         resumed = await take_up(books, spool, start, train, tracing)
-        cursor = Cursor(len(train.prompts), spec.trainer.seed, spec.data.shuffle)
+        cursor = make_cursor(spec, train)
         for _ in range(books.ledger.issued):
             cursor.next()
         admission = Admission(

@@ -75,3 +75,52 @@ def test_every_place_is_equally_likely() -> None:
     for place in range(4):
         counts = np.bincount(places[:, place], minlength=4)
         assert (np.abs(counts - 1000) < 150).all()
+
+
+def _epochs(cursor: Cursor, count: int) -> list[list[int]]:
+    epochs: list[list[int]] = [[] for _ in range(count)]
+    while True:
+        epoch, row = cursor.next()
+        if epoch == count:
+            return epochs
+        epochs[epoch].append(row)
+
+
+def test_weights_say_how_often_an_epoch_holds_the_rows_of_a_file() -> None:
+    parts = [(4, 2.0), (6, 0.5), (3, 0.0)]
+    for shuffle in (True, False):
+        epochs = _epochs(Cursor(13, 3, shuffle, parts=parts), 2)
+        for rows in epochs:
+            assert sorted(row for row in rows if row < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+            assert len([row for row in rows if 4 <= row < 10]) == 3
+            assert max(rows) < 10
+        # Of the half-weighted file every row has its turn in two epochs.
+        assert sorted(row for rows in epochs for row in rows if row >= 4) == [4, 5, 6, 7, 8, 9]
+
+
+def test_o42_a_weighted_and_sorted_cursor_goes_on_exactly() -> None:
+    def make() -> Cursor:
+        keys = np.arange(10, dtype=np.float64)[::-1].copy()
+        return Cursor(10, 5, parts=[(4, 1.5), (6, 1.0)], keys=lambda epoch: keys if epoch else np.zeros(10))
+
+    one = make()
+    for _ in range(17):
+        one.next()
+    other = make()
+    other.restore(one.state())
+    assert [one.next() for _ in range(30)] == [other.next() for _ in range(30)]
+    with pytest.raises(BadInputError, match="weights"):
+        Cursor(10, 5).restore(one.state())
+
+
+def test_a_curriculum_sorts_each_epoch_and_keeps_the_shuffle_among_equals() -> None:
+    keys = np.array([0, 0, 0, 1, 1, 1], np.float64)
+    plain = _epochs(Cursor(6, 1), 1)[0]
+    rows = _epochs(Cursor(6, 1, keys=lambda _: keys), 1)[0]
+    assert sorted(rows[:3]) == [0, 1, 2]
+    assert rows[:3] == [row for row in plain if row < 3]
+
+
+def test_weights_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(BadInputError, match="weights"):
+        Cursor(4, parts=[(4, 0.1)])
