@@ -173,6 +173,20 @@ def report(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = F
 
 @app.command()
 @command
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option(help="The step to make again, counted from 1.")],
+    runs_dir: RunsDir = "runs",
+    json: Json = False,
+) -> int:
+    """Make a step of a run again from its stored experience, and report any difference."""
+    from nightshift.cli.replay import show_replay
+
+    return show_replay(run, runs_dir, step=step, as_json=json)
+
+
+@app.command()
+@command
 def export(
     run: Run,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to be made.")],

@@ -81,6 +81,7 @@ class JobSpec(Section):
             )
         if self.pipeline.deterministic and self.pipeline.max_staleness != 0:
             raise ValueError("pipeline.deterministic needs pipeline.max_staleness 0")
+        _check_queues(self)
         samples = rollout.batch_size * rollout.n
         if samples % trainer.ranks:
             raise ValueError(
@@ -138,6 +139,11 @@ class JobSpec(Section):
         return self.algorithm.is_preference
 
     @property
+    def group_bytes(self) -> int:
+        """Bytes that the experience of one prompt group may come to: ids, log-probs of policy and reference, mask."""
+        return self.rollout.n * (4 * self.data.max_prompt_length + 13 * self.rollout.max_response_length)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the reference model is started and asked."""
         return self.algorithm.kl_coef > 0 or self.is_preference
@@ -166,3 +172,22 @@ class JobSpec(Section):
                 fix="Lower rollout.batch_size, or set trainer.total_steps",
             )
         return steps
+
+
+def _check_queues(spec: JobSpec) -> None:
+    """Refuses sizes of queues with which no batch would ever be complete."""
+    batch, pipeline = spec.rollout.batch_size, spec.pipeline
+    room, wanted = pipeline.buffer_mib * 2**20, batch * spec.group_bytes
+    if wanted > room:
+        raise ValueError(
+            f"pipeline.buffer_mib {pipeline.buffer_mib} holds {room // spec.group_bytes} prompt groups of up to "
+            f"{spec.group_bytes} bytes, but only a whole batch of {batch} empties it again: that bound could only be "
+            f"kept by waiting for ever. Set pipeline.buffer_mib to {-(-wanted // 2**20)} or more, or lower "
+            "rollout.batch_size, rollout.n or rollout.max_response_length"
+        )
+    cap = pipeline.max_groups_in_flight
+    if pipeline.deterministic and cap is not None and cap < batch:
+        raise ValueError(
+            f"pipeline.deterministic starts the {batch} prompt groups of a batch at once, and "
+            f"pipeline.max_groups_in_flight {cap} never lets it: set it to {batch} or more, or to null"
+        )

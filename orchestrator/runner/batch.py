@@ -178,6 +178,7 @@ def rollout_rows(groups: Sequence[Group], step: int, version: str) -> list[dict[
                     "prompt_ids": sample.prompt_ids,
                     "response_ids": sample.response_ids,
                     "logprobs": sample.logprobs,
+                    "loss_mask": sample.loss_mask,
                     "ref_logprobs": sample.ref_logprobs,
                     "advantages": sample.advantages,
                     "generate_seconds": sample.generate_seconds,

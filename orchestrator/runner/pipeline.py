@@ -69,9 +69,7 @@ class Pipeline:
         self._events = events
         self._admission = admission
         self._state = PipelineState()
-        rollout = spec.rollout
-        #: Bytes that a running group may come to: ids, log-probs, reference log-probs and mask of each sample.
-        self._most_bytes = rollout.n * (4 * spec.data.max_prompt_length + 13 * rollout.max_response_length)
+        self._most_bytes = spec.group_bytes
         pipeline = spec.pipeline
         self._streaming = pipeline.streaming and not pipeline.deterministic and not needs_whole_batch(spec.algorithm)
         #: Samples of one pass of the trainer over all its ranks: less is not sent unless it completes the batch.
@@ -162,7 +160,8 @@ class Pipeline:
         room = self._admission.headroom(ledger.accepted, ledger.running - len(state.backlog))
         free = self._spec.pipeline.buffer_mib * 2**20 - state.buffered_bytes
         fitting = free // self._most_bytes - len(state.running)
-        # A full buffer is emptied by the next step alone, which needs its whole batch.
+        # A full buffer is emptied by the next step alone, which needs its whole batch: what a resumed run brought along
+        # must not stand in its way.
         given = len(state.open) if len(state.open) < self._admission.batch else 0
         in_flight = given + len(state.ready) + len(state.running)
         missing = self._admission.batch - in_flight

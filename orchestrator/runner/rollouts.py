@@ -30,6 +30,7 @@ _SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("response_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
+        ("loss_mask", pa.list_(pa.uint8())),
         ("ref_logprobs", pa.list_(pa.float32())),
         ("advantages", pa.list_(pa.float32())),
         ("generate_seconds", pa.float64()),

@@ -16,6 +16,7 @@ from nightshift.analysis.spans import covered, within
 from nightshift.config import JobSpec
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
+from nightshift.wire.schedule import StepRecord, append_step
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
@@ -39,7 +40,7 @@ from orchestrator.runner.spool import Spool
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import Tracking
 from orchestrator.runner.trainer import Publication, TrainerClient, Updated
-from orchestrator.runner.update import StepUpdate
+from orchestrator.runner.update import StepUpdate, step_record
 
 #: Share of weights that an update must change after rounding to the server's precision. A bfloat16 server was measured
 #: at 0.02 to 0.10 while it learned late, a float32 server at 0.99.
@@ -114,6 +115,7 @@ class Stepper:
         self._after: asyncio.Task[None] | None = None
         self._consumed = Consumed()
         self._open: StepUpdate | None = None
+        self._schedule: list[StepRecord] = []  # of the steps since the last commit
         self._committed = step if manifest else None
         #: Updates that had nothing to learn from: they hold no position of the learning rate.
         self._skipped = int(manifest.get("skipped", 0)) if manifest else 0
@@ -206,6 +208,9 @@ class Stepper:
             await self._after  # the push before this one, and its evaluation, come first
         with self.training.work():
             publication = await self._publish(groups)
+        record = step_record(self._spec, update, updated.stepped, publication.digest)
+        append_step(self._run_dir, record)
+        self._schedule.append(record)
         metrics |= self._times(update, updated, publication)
         self._check_rounding(publication, updated)
         self._metrics = metrics
@@ -262,6 +267,7 @@ class Stepper:
             "cursor": self._cursor_state(),
             "finished_groups": self._admission.finished_groups,
             "skipped": self._skipped,
+            "schedule": [record.to_dict() for record in self._schedule],
             "metrics": {name: value for name, value in self._metrics.items() if math.isfinite(value)},
             "job_trace_id": self._tracing.job_trace_id,
             "time": time.time(),
@@ -280,6 +286,7 @@ class Stepper:
         self._checkpoints.keep_manifest(self.step, manifest)
         self._spool.remove(self._consumed.indices)
         self._consumed.clear()
+        self._schedule = []
         self._committed = self.step
         self._checkpoints.rotate(self._spec.checkpoint.keep)
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nightshift.algorithms import AdvantageReport, compute_advantages
@@ -12,6 +14,8 @@ from nightshift.config import JobSpec
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from nightshift.wire.experience import LossSpec, Sample
+from nightshift.wire.schedule import StepRecord
+from nightshift.wire.version import PolicyVersion
 from orchestrator.runner.batch import loss_spec, trainable
 from orchestrator.runner.critic import Critic
 from orchestrator.runner.group import Group
@@ -165,3 +169,36 @@ class StepUpdate:
             part=len(self.parts),
             final=final,
         )
+
+
+def step_record(spec: JobSpec, update: StepUpdate, stepped: bool, digest: str) -> StepRecord:
+    """What the schedule says of an update that was applied.
+
+    Args:
+        stepped: whether there was anything to learn from.
+        digest: of the weights that were published after it.
+    """
+    bounds = itertools.pairwise([0, *itertools.accumulate(update.parts)])
+    sent = {sample.sample_id for sample in trainable(update.samples)}
+    return StepRecord(
+        step=update.step,
+        expect=update.expect,
+        version=update.new,
+        attempt=update.attempt,
+        parts=[[group.group_id for group in update.groups[first:end]] for first, end in bounds],
+        versions={group.group_id: _extremes(group) for group in update.groups},
+        left_out=[sample.sample_id for sample in update.samples if sample.sample_id not in sent],
+        learning_rate=update.learning_rate,
+        loss=asdict(update.loss or LossSpec()),
+        algorithm=spec.algorithm.model_dump(mode="json"),
+        stepped=stepped,
+        digest=digest,
+        time=time.time(),
+    )
+
+
+def _extremes(group: Group) -> list[str]:
+    """The oldest and the newest version among the tokens of a group."""
+    versions = {span.version for sample in group.samples for span in sample.versions}
+    ordered = sorted(versions, key=lambda version: PolicyVersion.parse(version).step)
+    return [ordered[0], ordered[-1]] if ordered else []

@@ -195,11 +195,13 @@ async def test_o42_a_kill_below_an_open_step_loses_and_doubles_nothing(tmp_path:
     async with FakeRun(tmp_path, prompts=24, **small(**changes)) as run:
         hung = run.engine.faults.plan("hang", "g0000013.", times=2)
         process = await run.spawn()
-        await run.until(lambda: hung.used and run.trainer._open is not None and run.trainer._open.step >= 4, "a part")
+        await run.until(
+            lambda: hung.used and run.trainer._open is not None and run.trainer._open.step >= 4, "a part", 40.0
+        )
         process.kill()
         await process.wait()
         assert run.updates[-1].step >= 3
-        assert await run.run(resume=True) == 0, run.error()
+        assert await run.run(resume=True, limit_s=60.0) == 0, run.error()
         audit(run, steps=6, staleness=1)
         assert balance(run) == {"issued": 24, "trained": 24}
         assert not list((run.run_dir / "spool").iterdir())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow.parquet as pq
 
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Tokenizer, load_prompts
@@ -21,6 +22,58 @@ from services.scorers.reference import ReferenceModel
 from services.trainer.config import RankConfig
 from services.trainer.rank import TrainerRank
 from tests.integration.run.reward import score
+
+
+def train_on(spec: JobSpec, rollouts: Path, folder: Path) -> Path:
+    """Makes the steps of a GRPO job on samples that another run drew, a whole batch at a time.
+
+    Args:
+        rollouts: folder of the run's parquet files: prompts, sampled ids and their log-probs are taken from there, and
+            nothing else.
+        folder: made here.
+
+    Returns:
+        The HF folder of the result.
+
+    Raises:
+        AssertionError: a log-prob is not that of the weights that this loop has at the step.
+    """
+    tokenizer = Tokenizer.load(spec.model.path)
+    prompts = load_prompts(spec.data, spec.data.train_files, tokenizer).prompts
+    truths = {prompt.row_id: prompt.ground_truth for prompt in prompts}
+    rank = TrainerRank(RankConfig.from_spec(spec, "cpu"))
+    reference = ReferenceModel(spec.model.path, attn_implementation=spec.model.attn_implementation)
+    tau = spec.rollout.temperature
+    for path in sorted(rollouts.glob("step_*.parquet")):
+        batch: dict[str, list[Sample]] = {}
+        for row in pq.read_table(path).to_pylist():
+            ids = np.array(row["response_ids"], np.int32)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            sample = Sample(
+                row["sample_id"], row["group_id"], "0" * 32, np.array(row["prompt_ids"], np.int32), ids,
+                np.array(row["logprobs"], np.float32), np.ones(len(ids), np.uint8), [VersionSpan("", 0, len(ids))],
+                row["finish_reason"], reward=score(text, truths[row["row_id"]]),
+            )  # fmt: skip
+            batch.setdefault(sample.group_id, []).append(sample)
+        groups = [batch[name] for name in sorted(batch)]
+        asked = [
+            {"id": s.sample_id, "prompt_ids": s.prompt_ids, "response_ids": s.response_ids, "temperature": tau}
+            for group in groups
+            for s in group
+        ]
+        held = {result["id"]: result["logprobs"] for result in rank.log_probs(asked)}
+        anchored = {result["id"]: result["logprobs"] for result in reference.score(asked)}
+        for group in groups:
+            rewards = np.array([sample.reward for sample in group])
+            advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + spec.algorithm.epsilon)
+            for sample, advantage in zip(group, advantages, strict=True):
+                np.testing.assert_allclose(sample.logprobs, held[sample.sample_id], atol=1e-3)
+                sample.advantages = np.full(len(sample.response_ids), advantage, np.float32)
+                sample.ref_logprobs = anchored[sample.sample_id]
+        loss = LossSpec(kl_coef=spec.algorithm.kl_coef, temperature=tau)
+        rank.update([sample for group in groups for sample in group], loss, spec.trainer.learning_rate)
+    rank.export(folder / "export")
+    return folder / "export"
 
 
 def train(spec: JobSpec, folder: Path) -> Path:

@@ -25,6 +25,21 @@ print(train(load_job(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
+_LOOP_ON_SAMPLES = """
+import sys
+from pathlib import Path
+from nightshift.config.load import load_job
+from tests.integration.run.sequential import train_on
+print(train_on(load_job(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+"""
+#: With Adam's usual epsilon the first steps are the gradient's sign, which makes its rounding errors large.
+_PLAIN = {
+    "pipeline": {"deterministic": False, "role_timeout_s": 240},
+    "rollout": {"batch_size": 3},
+    "trainer": {"learning_rate": 1e-2, "adam_epsilon": 1e-3},
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
@@ -60,6 +75,23 @@ def test_a_plain_loop_gives_the_same_bits(first: Finished, model: Path, tmp_path
     loop = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert loop.returncode == 0, loop.stdout[-2000:] + loop.stderr[-4000:]
     assert same_bits(first.weights(STEPS), tmp_path / "loop" / "export" / "model.safetensors")
+
+
+def test_o32_without_staleness_a_streamed_run_is_the_loop_on_its_samples(model: Path, tmp_path: Path) -> None:
+    """What was drawn is a matter of chance then; everything behind it is not."""
+    job = write_job(tmp_path, model, **_PLAIN)
+    plain = run(job)
+    assert plain.code == 0, plain.output
+    assert all(metrics["staleness/max"] == 0 for metrics in plain.metrics())
+    assert max(metrics["update/parts"] for metrics in plain.metrics()) > 1
+    folders = [str(plain.folder / "rollouts"), str(tmp_path / "loop")]
+    command = [sys.executable, "-c", _LOOP_ON_SAMPLES, str(job), *folders]
+    loop = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert loop.returncode == 0, loop.stdout[-2000:] + loop.stderr[-4000:]
+    ours, theirs = load_file(plain.weights(STEPS)), load_file(tmp_path / "loop" / "export" / "model.safetensors")
+    start = load_file(model / "model.safetensors")
+    assert max(float((ours[name] - start[name]).abs().max()) for name in ours) > 1e-3
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
 
 
 def test_o32_the_first_step_is_on_policy(first: Finished) -> None:

@@ -387,3 +387,15 @@ def test_an_update_lost_in_rounding_shows_in_the_changed_fraction(make: Make, tm
     rank.publish(tmp_path)
     rank.update(batch(), LossSpec(), 1e-6)
     assert rank.publish(tmp_path).changed_fraction < 0.5
+
+
+def test_o47_fifty_updates_need_no_more_memory_than_ten(make: Make) -> None:
+    rank, samples = make(micro_batch_size=16), batch(count=64, prompts=8)
+    used = []
+    for step in range(50):
+        rank.update(samples, LossSpec(kl_coef=0.1), 1e-4)
+        if step in (9, 49):
+            status = Path("/proc/self/status").read_text().splitlines()
+            used.append(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")))
+    early, late = used
+    assert late <= 1.05 * early, f"{late / 2**10:.1f} MiB after {early / 2**10:.1f} MiB"

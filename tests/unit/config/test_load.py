@@ -305,3 +305,20 @@ def test_settings_that_contradict_each_other_are_refused(folder: Path) -> None:
     assert "rollout.n is 1" in refusal(job(folder), "rollout.n=1")
     assert "max_staleness 0" in refusal(job(folder), "pipeline.deterministic=true")
     assert "top_p" in refusal(job(folder), "rollout.top_p=0.9")
+
+
+def test_a_buffer_that_no_batch_fits_into_is_refused_with_the_reason(folder: Path) -> None:
+    sizes = {"batch_size": 8, "n": 4, "max_response_length": 20_000}
+    text = refusal(job(folder, rollout=sizes, pipeline={"buffer_mib": 4}))
+    assert "pipeline.buffer_mib 4 holds 3 prompt groups" in text
+    assert "only a whole batch of 8 empties it again" in text
+    assert "Set pipeline.buffer_mib to 9 or more" in text
+    assert load_job(job(folder, rollout=sizes, pipeline={"buffer_mib": 9})).pipeline.buffer_mib == 9
+
+
+def test_a_cap_below_the_batch_is_refused_where_a_batch_starts_at_once(folder: Path) -> None:
+    settings = {"max_groups_in_flight": 3, "max_staleness": 0}
+    assert load_job(job(folder, rollout={"batch_size": 4}, pipeline=settings)).pipeline.max_groups_in_flight == 3
+    text = refusal(job(folder, rollout={"batch_size": 4}, pipeline={**settings, "deterministic": True}))
+    assert "starts the 4 prompt groups of a batch at once" in text
+    assert "set it to 4 or more, or to null" in text
