@@ -179,7 +179,7 @@ def step_record(spec: JobSpec, update: StepUpdate, stepped: bool, digest: str) -
         digest: of the weights that were published after it.
     """
     bounds = itertools.pairwise([0, *itertools.accumulate(update.parts)])
-    sent = {sample.sample_id for sample in trainable(update.samples)}
+    sent = set() if update.warming_up else {sample.sample_id for sample in trainable(update.samples)}
     return StepRecord(
         step=update.step,
         expect=update.expect,
