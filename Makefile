@@ -14,7 +14,7 @@ SETUP := PYTHON="$(PYTHON)" NIGHTSHIFT_PIP_ARGS="$(PIP_ARGS)" bash scripts/setup
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev data demo harder test test-unit test-integration lint format bench docs dashboards proto lock clean
+.PHONY: help venv venv-dev data demo harder test test-unit test-integration lint format bench chaos docs dashboards proto lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ format: $(DEV_STAMP) ## put the sources into shape
 
 bench: $(DEV_STAMP) ## measure; never part of a test run
 	$(BIN)/python -m pytest -m bench tests/bench $(PYTEST_ARGS)
+
+chaos: $(DEV_STAMP) ## kill everything at random moments: 500 with simulated services, 60 with the real parts
+	$(BIN)/python -m pytest -m chaos tests/chaos -s $(PYTEST_ARGS)
 
 docs: $(DEV_STAMP) ## write docs/configuration.md and the tables of docs/observability.md
 	$(BIN)/python scripts/configuration_reference.py

@@ -59,6 +59,7 @@ def settings_of(dice: Random) -> dict[str, Any]:
             "max_staleness": staleness,
             "max_groups_in_flight": 6,
             "on_stale": dice.choice(["wait", "wait", "drop"]),
+            "streaming": dice.random() < 0.7,
             "weight_update": dice.choice(["in_flight", "in_flight", "drain"]),
             "deterministic": staleness == 0 and dice.random() < 0.6,
             "role_timeout_s": 30.0,

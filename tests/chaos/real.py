@@ -1,0 +1,178 @@
+"""One long job on the tiny model with the real parts, of which one kind is killed again and again.
+
+The moments are random: a pause of random length after the step that follows the kill before. The job must complete, and
+its audit must balance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from nightshift.analysis.audit import audit
+from nightshift.analysis.evidence import load
+from tests.chaos.victims import VICTIMS, Victim, find, kill
+from tests.integration.run.jobs import Finished, Running, leftovers, write_job
+
+#: A process that is started again is given up after three deaths within so many seconds of its start: every second
+#: kill comes later than that.
+_EARLY_S = 20.0
+_PACE = "pace"
+_PACED = '''
+
+def score(response, ground_truth):
+    """The same, at the pace that a file sets: seconds per sample."""
+    import time
+    from pathlib import Path
+
+    try:
+        time.sleep(float(Path("PACE").read_text()))
+    except (OSError, ValueError):
+        pass
+    return dense(response, ground_truth)
+'''
+
+
+@dataclass
+class Kill:
+    """One kill.
+
+    Attributes:
+        step: furthest step before it.
+        step_s: seconds to the end of the next step.
+        further_s: seconds to the end of a step that had not been made before.
+    """
+
+    victim: str
+    step: int
+    step_s: float
+    further_s: float
+
+
+@dataclass
+class Outcome:
+    """A job that completed."""
+
+    victims: list[str]
+    seed: int
+    steps: int
+    seconds: float
+    kills: list[Kill] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def write_chaos_job(folder: Path, model: Path, /, *, steps: int, save_freq: int, **overrides: Any) -> Path:
+    """A job of steps that take a second or less."""
+    job = write_job(
+        folder,
+        model,
+        pipeline={"max_staleness": 1, "deterministic": False, "role_timeout_s": 200} | overrides.pop("pipeline", {}),
+        trainer={
+            "total_steps": steps,
+            "learning_rate": 1e-4,
+            "micro_batch_size": 4,
+            "test_freq": 0,
+            "save_freq": save_freq,
+        },
+        checkpoint={"keep": 2},
+        **overrides,
+    )
+    reward = folder / "reward.py"
+    reward.write_text(
+        reward.read_text().replace("def score(", "def dense(") + _PACED.replace("PACE", str(folder / _PACE))
+    )
+    return job
+
+
+class Matrix:
+    """Kills processes of one running job.
+
+    Args:
+        job: made by :func:`write_chaos_job`.
+        steps: its steps.
+        pace_s: seconds per reward while kills are to come; then the job runs to its end as fast as it can.
+    """
+
+    def __init__(self, job: Path, steps: int, seed: int, *, pace_s: float = 0.0, limit_s: float = 360.0) -> None:
+        self._job, self._steps, self._seed, self._limit_s = job, steps, seed, limit_s
+        self._dice = Random(seed)
+        self._pace_s = pace_s
+        self._gentle: dict[str, bool] = {}  # whether the next kill of a victim may come early
+        self._kills: list[Kill] = []
+
+    def run(self, order: Sequence[str]) -> tuple[Outcome, Finished]:
+        """Kills victims in this order, and waits for the end of the job.
+
+        Raises:
+            AssertionError: the job did not complete, a kill came after its end, or the books do not balance.
+        """
+        began = time.monotonic()
+        self._set_pace(self._pace_s)
+        running = Running(self._job)
+        try:
+            running.wait_for("step", step=1)
+            for at, name in enumerate(order):
+                self._kill(running, VICTIMS[name], last=at == len(order) - 1)
+            self._set_pace(0.0)
+            finished = running.finish(max(30.0, self._limit_s - (time.monotonic() - began)))
+        except BaseException:
+            running.interrupt()
+            running.interrupt()
+            running.process.wait(120)
+            raise
+        assert finished.code == 0, finished.output[-3000:]
+        assert leftovers(finished.folder.name) == []
+        found = audit(load(finished.folder))
+        assert found.balanced, "\n".join(f"{one.kind} {one.subject}: {one.message}" for one in found.findings)
+        assert found.step == self._steps
+        said = {name: value for name, value in found.as_dict().items() if name not in ("findings", "notes")}
+        outcome = Outcome(sorted(set(order)), self._seed, self._steps, time.monotonic() - began, self._kills, said)
+        return outcome, finished
+
+    def _kill(self, running: Running, victim: Victim, *, last: bool) -> None:
+        early = self._gentle.get(victim.name, True) or not victim.restarted
+        self._gentle[victim.name] = not early
+        time.sleep(self._dice.uniform(0.0, 5.0) + (0.0 if early else _EARLY_S))
+        deadline = time.monotonic() + 60
+        while not (pids := find(running.process.pid, victim)):
+            assert time.monotonic() < deadline, f"no process of the run is the {victim.name}"
+            time.sleep(0.2)
+        furthest = self._furthest(running)
+        assert furthest < self._steps, f"the job was at its end before the {victim.name} could be killed"
+        moment = time.time()
+        assert kill(self._dice.choice(pids))
+        step_s = self._step_after(running, moment, 0)
+        further_s = self._step_after(running, moment, furthest)
+        self._kills.append(Kill(victim.name, furthest, step_s, further_s))
+        print(
+            f"{victim.name} killed at step {furthest}: next step {step_s:.1f} s, further {further_s:.1f} s", flush=True
+        )
+
+    def _furthest(self, running: Running) -> int:
+        return max(event["step"] for event in running.events() if event["kind"] == "step")
+
+    def _step_after(self, running: Running, moment: float, step: int) -> float:
+        """Seconds from a moment to the end of a step above ``step``."""
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            for event in running.events():
+                if event["kind"] == "step" and event["time"] > moment and event["step"] > step:
+                    return float(event["time"] - moment)
+            if running.process.poll() is not None:
+                output, _ = running.process.communicate(timeout=60)
+                raise AssertionError(f"the run ended with {running.process.returncode}: {output[-3000:]}")
+            time.sleep(0.1)
+        raise AssertionError(f"no step within 240 s of the kill; last events: {running.events()[-8:]}")
+
+    def _set_pace(self, seconds: float) -> None:
+        part = self._job.with_name("pace.tmp")
+        part.write_text(str(seconds))
+        part.replace(self._job.with_name(_PACE))
