@@ -6,7 +6,8 @@ Believed are the trainer's manifests, the stored rollouts and the request logs o
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,8 +40,11 @@ class _Auditor:
         self._consumed: dict[int, list[int]] = {}  # by step
         self._rules: dict[int, Mapping[str, Any]] = {}
         self._incomplete: dict[int, int] = {}
-        self._size = int(_need(newest, "cursor")["size"])
-        self._positions: dict[tuple[int, str], int] = {}
+        cursor = _need(newest, "cursor")
+        self._epoch_rows = int(cursor.get("epoch_rows", cursor["size"]))
+        #: Groups that one row may have in an epoch: more than one where its file has a weight above 1.
+        self._turns = max(1, *(math.ceil(weight) for weight in cursor.get("weights") or [1]))
+        self._positions: dict[tuple[int, str], set[int]] = defaultdict(set)
         self._samples: dict[str, int] = {}  # step of each
 
     def run(self) -> Audit:
@@ -144,7 +148,7 @@ class _Auditor:
             **{name: len(indices) for name, indices in groups.items()},
         }
         cursor = newest["cursor"]
-        place = int(cursor["epoch"]) * self._size + int(cursor["offset"])
+        place = int(cursor["epoch"]) * self._epoch_rows + int(cursor["offset"])
         if place != issued:
             self._find("position", "the cursor", f"it stands behind {place} prompts, {issued} groups were issued")
 
@@ -178,13 +182,14 @@ class _Auditor:
         self._found.groups += len(slots)
 
     def _check_position(self, index: int, row: Row) -> None:
-        epoch = index // self._size
+        epoch = index // self._epoch_rows
         if row.epoch != epoch:
             self._find("position", row.sample_id, f"stored as of epoch {row.epoch}, its place is in epoch {epoch}")
-        other = self._positions.setdefault((row.epoch, row.row_id), index)
-        if other != index:
-            said = f"prompt {row.row_id} of epoch {row.epoch} is that of {_group(other)}, too"
+        groups = self._positions[row.epoch, row.row_id]
+        if index not in groups and len(groups) == self._turns:
+            said = f"prompt {row.row_id} of epoch {row.epoch} is that of {', '.join(map(_group, sorted(groups)))}, too"
             self._find("position", _group(index), said)
+        groups.add(index)
 
     def _check_row(self, step: int, index: int, row: Row) -> None:
         self._found.samples += 1
@@ -256,7 +261,7 @@ def _need(manifest: Manifest, name: str) -> Any:
     if name not in manifest:
         raise BadInputError(
             f"the manifest of step {manifest.get('step')} has no {name!r}",
-            fix="It was written by an older version; audit runs of this one",
+            fix="Only runs that draw rollouts are audited, and only those of this version",
         )
     return manifest[name]
 

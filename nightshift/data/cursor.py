@@ -104,6 +104,7 @@ class Cursor:
             "size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "epoch_rows": len(self._order),
             **({"weights": [weight for _, weight in self._parts]} if self._parts is not None else {}),
         }
 

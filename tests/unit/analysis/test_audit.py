@@ -302,6 +302,16 @@ def test_a_manifest_of_an_older_version_is_refused() -> None:
         audit(history.evidence())
 
 
+def test_a_row_may_have_several_turns_in_an_epoch_where_files_have_weights() -> None:
+    history = History(Random(1), steps=2, size=9, trouble=0)
+    two_groups_of_one_prompt(history, Random(1))
+    newest = history.manifests[history.lineage, history.step]
+    newest["cursor"] |= {"weights": [0.5, 1.5], "epoch_rows": 9, "size": 7}
+    assert audit(history.evidence()).balanced
+    newest["cursor"]["weights"] = [0.5, 1.0]
+    assert summary(audit(history.evidence()).findings) == {"position": 1}
+
+
 def test_a_half_written_line_is_a_note() -> None:
     history = History(Random(1))
     history.log.unreadable = ["requests-a.jsonl:7"]
