@@ -23,16 +23,8 @@ from nightshift.wire.request_log import log_path
 from services.rollout.request_log import RequestLogger
 from tests.fakes import choices, frames, policy
 from tests.fakes.faults import Fault, Faults
-from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Request, body_of
+from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Refused, Request, body_of
 from tests.fixtures.tokenizer_k import EOS
-
-
-class Refused(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class FakeEngine:

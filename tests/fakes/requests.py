@@ -19,6 +19,14 @@ BASE_VERSION = "default"
 VLLM: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_routes.json").read_text())
 
 
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 @dataclass
 class Request:
     """One request that was received."""
