@@ -18,7 +18,7 @@ from nightshift.config import JobSpec
 from orchestrator.api import problems, routes_access, routes_data, routes_events, routes_jobs, routes_settings
 from orchestrator.api.limits import Limits
 from orchestrator.api.models import Health
-from orchestrator.api.problems import ProblemError, errors
+from orchestrator.api.problems import MEDIA_TYPE, ProblemError, errors
 from orchestrator.api.rate import RateLimit
 from orchestrator.api.request_metrics import CountRequests, Metrics
 from orchestrator.api.service import Service, ServiceDep
@@ -105,8 +105,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for operation in path.values():
                 for status, response in operation.get("responses", {}).items():
                     if status.isdigit() and int(status) >= 400:
+                        # FastAPI adds the route's own type to each of them.
                         content = response.get("content", {})
-                        content.pop("application/json", None)
-                        content.pop("application/octet-stream", None)
+                        response["content"] = {MEDIA_TYPE: content[MEDIA_TYPE]} if MEDIA_TYPE in content else {}
         app.openapi_schema = document
     return app.openapi_schema

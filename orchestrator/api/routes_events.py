@@ -34,7 +34,7 @@ Project = Annotated[str | None, Query(max_length=64, pattern=r"^[A-Za-z0-9][A-Za
         200: {
             "description": "Server-sent events: the data of each is one JSON object with `time`, `kind` and more. The "
             "last one is of kind `end`, once the job has ended or is paused.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {}},
         },
         **errors(404),
     },
