@@ -226,6 +226,8 @@ class Scheduler:
 
     def _environment(self, record: JobRecord, token: int) -> dict[str, str]:
         values = {**os.environ, **self._config.environment, FENCE_VARIABLE: str(token)}
+        if self._config.ledger_url:
+            values["NIGHTSHIFT_DATABASE_URL"] = self._config.ledger_url
         values.pop("TRACEPARENT", None)
         if record.traceparent:
             values["TRACEPARENT"] = record.traceparent

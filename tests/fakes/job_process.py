@@ -12,10 +12,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from sqlalchemy.exc import OperationalError
 
 from nightshift.cli.runs import hold
 from nightshift.config.load import read_resolved
@@ -25,6 +28,15 @@ from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.store.state import RunState, StateStore
 
 TRACE = "a" * 31
+
+
+def written(work: Callable[[], None]) -> None:
+    """Waits for a database that is away, as a runner does."""
+    while True:
+        try:
+            return work()
+        except OperationalError:
+            time.sleep(0.2)
 
 
 def main() -> int:
@@ -51,7 +63,7 @@ def main() -> int:
             step += 1
             trace = f"{TRACE}{step % 10}"
             group = GroupRecord(index=step - 1, row=0, epoch=0, trace_id=trace, state=GroupState.TRAINED, step=step)
-            store.save_groups(folder.name, [group])
+            written(partial(store.save_groups, folder.name, [group]))
             span = {"name": "group", "trace_id": trace, "span_id": f"{step:016x}", "parent_id": None}
             events.append("span", **span, role="orchestrator", start=time.time() - 0.1, end=time.time(), links=[])
             metrics = {"reward/mean": step / steps, "loss/actor": -0.1 * step}
@@ -74,7 +86,7 @@ def main() -> int:
             part.mkdir(parents=True, exist_ok=True)
             (part / "config.json").write_text(json.dumps({"step": step}))
             (part / "model.safetensors").write_bytes(b"w" * 1500)
-            store.check_fence(folder.name)
+            written(partial(store.check_fence, folder.name))
             part.rename(target)
         finished = step >= steps
         events.append("job", state="succeeded" if finished else "interrupted")

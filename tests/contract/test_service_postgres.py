@@ -1,0 +1,157 @@
+"""The service on a real PostgreSQL server: schema, many writers at once, fences, and the server away for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+
+from orchestrator.jobs.states import Call, JobState, StateConflictError, ask
+from orchestrator.runner.ledger import GroupRecord, GroupState
+from orchestrator.store.engine import HEAD, connect
+from orchestrator.store.jobs import JobStore, NewJob
+from orchestrator.store.schema import metadata
+from orchestrator.store.state import FencedError, StateStore
+from tests.fakes.service import ROOT, job, serve
+from tests.fixtures.postgres import Postgres, postgres_bin
+
+BIN = postgres_bin()
+pytestmark = pytest.mark.skipif(BIN is None, reason="PostgreSQL is not installed (Debian: apt-get install postgresql)")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    assert BIN is not None
+    with Postgres(BIN) as running:
+        yield running
+
+
+@pytest.fixture
+def postgres(server: Postgres) -> Postgres:
+    """The server with an empty database."""
+    engine = connect(server.url)
+    with engine.begin() as connection:
+        connection.execute(text("DROP SCHEMA public CASCADE"))
+        connection.execute(text("CREATE SCHEMA public"))
+    engine.dispose()
+    return server
+
+
+def at_once(*works: Any) -> list[BaseException]:
+    """Runs works in threads of their own; what they raised."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def new(job_id: str, **more: Any) -> NewJob:
+    return NewJob(job_id, "p", "job", f"/runs/{job_id}", {"name": "job"}, "h", **more)
+
+
+def test_one_schema_whoever_comes_first_and_from_wherever(postgres: Postgres) -> None:
+    assert at_once(*[lambda: connect(postgres.url).dispose()] * 6) == []
+    engine = connect(postgres.url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    with engine.begin() as connection:  # as a release before the service left it
+        for table in ("audit", "jobs", "tokens", "projects", "fences", "alembic_version"):
+            connection.execute(text(f"DROP TABLE {table}"))
+    engine.dispose()
+    assert at_once(*[lambda: connect(postgres.url).dispose()] * 4) == []
+    with connect(postgres.url).connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD
+
+
+def test_many_writers_at_once(postgres: Postgres) -> None:
+    stores = [JobStore(connect(postgres.url)) for _ in range(3)]
+    made: list[bool] = []
+
+    def submit(at: int) -> None:
+        made.append(stores[at % 3].create(new(f"j{at}", idempotency_key=f"k{at % 10}"))[1])
+
+    assert at_once(*(lambda at=at: submit(at) for at in range(40))) == []
+    assert made.count(True) == 10
+    assert len(stores[0].waiting()) == 10
+    job_id = stores[0].waiting()[0].job_id
+    tokens: list[int | None] = []
+    assert (
+        at_once(*(lambda at=at: tokens.append(stores[at % 3].acquire(job_id, f"o{at}", 60)) for at in range(9))) == []
+    )
+    assert sorted(token for token in tokens if token is not None) == [1]
+
+    def call(at: int) -> None:
+        with suppress(StateConflictError):
+            stores[at % 3].change(job_id, lambda status: ask(status, [Call.PAUSE, Call.RESUME, Call.CANCEL][at % 3]))
+
+    assert at_once(*(lambda at=at: call(at) for at in range(12))) == []
+    assert stores[0].get(job_id).state in (JobState.CANCELLED, JobState.PAUSED, JobState.RESUMING)
+
+
+def test_a_fence_holds_off_whoever_is_writing(postgres: Postgres) -> None:
+    stale, newer = StateStore(postgres.url, fence=1), StateStore(postgres.url, fence=2)
+    stale.raise_fence("r", 1)
+    outcomes: list[str] = []
+
+    def write() -> None:
+        for index in range(200):
+            try:
+                record = GroupRecord(index=index, row=0, epoch=0, trace_id="t", state=GroupState.TRAINED, step=1)
+                stale.save_groups("r", [record])
+                outcomes.append("written")
+            except FencedError:
+                outcomes.append("fenced")
+
+    def replace() -> None:
+        time.sleep(0.1)
+        newer.raise_fence("r", 2)
+        outcomes.append("replaced")
+
+    assert at_once(write, replace) == []
+    at = outcomes.index("replaced")
+    # One write may have been noted by its thread after the fence rose, though it was committed before.
+    assert "written" not in outcomes[at + 2 :]
+    assert newer.balance("r")["trained"] == outcomes.count("written")
+
+
+async def test_jobs_go_on_while_the_server_is_away(
+    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    async with serve(tmp_path, database_url=postgres.url) as api:
+        running = await api.submit(job("one", steps=60, step_s=0.05))
+        waiting = [await api.submit(job(f"w{at}", steps=1)) for at in range(3)]
+        await api.wait(running["id"], "running")
+        await asyncio.to_thread(postgres.stop)
+        refused = await api.http.post("/v1/jobs", json=job())
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (await api.http.get("/readyz")).status_code == 503
+        assert (await api.http.get("/healthz")).status_code == 200
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(postgres.start)
+        for made in (running, *waiting):
+            await api.wait(made["id"], "succeeded", limit_s=60)
+        ledger = (await api.http.get(f"/v1/jobs/{running['id']}/ledger")).json()
+        assert (ledger["trained"], ledger["balanced"]) == (60, True)
+        await api.http.delete(f"/v1/jobs/{running['id']}")
+        assert StateStore(postgres.url).balance(running["id"])["issued"] == 0
