@@ -15,7 +15,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from nightshift import __version__
 from nightshift.config import JobSpec
-from orchestrator.api import problems, routes_access, routes_data, routes_events, routes_jobs, routes_settings
+from orchestrator.api import (
+    problems,
+    routes_access,
+    routes_data,
+    routes_events,
+    routes_jobs,
+    routes_page,
+    routes_settings,
+)
 from orchestrator.api.limits import Limits
 from orchestrator.api.models import Health
 from orchestrator.api.problems import MEDIA_TYPE, ProblemError, errors
@@ -53,7 +61,7 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
     )
     app.state.service = service
     problems.install(app)
-    for module in (routes_jobs, routes_settings, routes_data, routes_events, routes_access):
+    for module in (routes_jobs, routes_settings, routes_data, routes_events, routes_access, routes_page):
         app.include_router(module.router)
     metrics = Metrics()
     _add_health(app, service, metrics)
