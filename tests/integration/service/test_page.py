@@ -1,0 +1,156 @@
+"""The page in a real Chromium: each view with a live job, by mouse and by keyboard, in both colours and on a phone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nightshift.config.load import load_job
+from tests.contract.test_service_process import write_job
+from tests.fakes.up import Up
+
+pytestmark = pytest.mark.integration
+playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need Playwright and Chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = Path(os.environ.get("NIGHTSHIFT_SCREENSHOTS") or "artifacts/screenshots")
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with Up(tmp_path_factory.mktemp("page") / "data", "--at-once", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def live(up: Up, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A job that goes on through all tests."""
+    job = load_job(write_job(tmp_path_factory.mktemp("mine"), "live", steps=4000, step_s=0.2), check_files=False)
+    with up.client() as client:
+        made = client.submit(job)
+        deadline = time.monotonic() + 60
+        while client.get(made.id).step < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    return made.id
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(params=["light", "dark", "phone"])
+def page(browser: Any, up: Up, request: pytest.FixtureRequest) -> Iterator[Any]:
+    size = {"width": 390, "height": 844} if request.param == "phone" else {"width": 1280, "height": 900}
+    scheme = "dark" if request.param == "dark" else "light"
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    opened = context.new_page()
+    problems: list[str] = []
+    hosts: set[str] = set()
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("request", lambda asked: hosts.add(asked.url.split("/")[2] if "//" in asked.url else "data"))
+    token = (up.folder / "admin-token").read_text().strip()
+    opened.add_init_script(f"sessionStorage.setItem('nightshift-token', '{token}')")
+    opened.variant = request.param
+    yield opened
+    assert problems == []
+    assert hosts <= {up.url.split("/")[2], "data"}, "no request goes to another host"
+    context.close()
+
+
+def shot(page: Any, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=str(SHOTS / f"{name}-{page.variant}.png"), full_page=True)
+
+
+def fits(page: Any) -> None:
+    """Nothing is wider than the window."""
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+
+
+def test_every_view_of_a_live_job(page: Any, up: Up, live: str) -> None:
+    page.goto(f"{up.url}/")
+    page.get_by_role("link", name=live).wait_for()
+    fits(page)
+    shot(page, "jobs")
+    page.get_by_role("link", name=live).click()
+    page.locator("figure svg polyline").first.wait_for()
+    before = page.locator("figure").first.inner_text()
+    page.wait_for_function("before => document.querySelector('figure').innerText !== before", arg=before, timeout=20000)
+    fits(page)
+    shot(page, "overview")
+    expected = {
+        "lanes": "rect.span",
+        "rollouts": "details summary",
+        "settings": "input[aria-label='trainer.learning_rate']",
+        "events": "tbody tr",
+        "logs": "pre",
+        "ledger": "p.succeeded",
+        "checkpoints": ".hint",
+    }
+    for name, selector in expected.items():
+        page.get_by_role("navigation").get_by_role("link", name=name).click()
+        page.locator(f"main {selector}").first.wait_for(timeout=20000)
+        fits(page)
+        shot(page, name)
+
+
+def test_by_keyboard_alone(page: Any, up: Up, live: str) -> None:
+    page.goto(f"{up.url}/#/job/{live}")
+    page.locator("figure").first.wait_for()
+    page.keyboard.press("4")
+    page.locator("input[aria-label='trainer.save_freq']").wait_for()
+    page.locator("input[aria-label='trainer.save_freq']").focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("7")
+    page.keyboard.press("Enter")
+    page.get_by_text("trainer.save_freq is asked for").wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") in ("BUTTON", "INPUT", "A")
+    with up.client() as client:
+        asked = client.settings(live)
+        value = next(item["value"] for item in asked["settings"] if item["key"] == "trainer.save_freq")
+        assert asked["pending"].get("trainer.save_freq", value) == 7
+    page.locator("input[aria-label='trainer.learning_rate']").fill('"fast"')
+    page.locator("input[aria-label='trainer.learning_rate']").press("Enter")
+    page.get_by_text("must be a number").wait_for()
+    page.locator("h1").click()
+    page.keyboard.press("j")
+    page.get_by_role("heading", name="Jobs").wait_for()
+
+
+def test_samples_are_compared_and_traced(page: Any, up: Up, live: str) -> None:
+    page.goto(f"{up.url}/#/job/{live}/rollouts")
+    page.locator("details").first.wait_for()
+    page.locator("input[name=step]").fill("1")
+    page.locator("input[name=other]").fill("3")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("heading", name="Step 3: 4 samples").wait_for()
+    page.get_by_role("heading", name="Step 1: 4 samples").wait_for()
+    page.locator("details summary").first.click()
+    page.get_by_text("question 1").first.wait_for()
+    page.get_by_role("link", name="trace").first.click()
+    page.get_by_role("heading", name="Trace").wait_for()
+    page.locator("tbody tr").first.wait_for()
+
+
+def test_a_missing_token_is_asked_for(browser: Any, up: Up) -> None:
+    context = browser.new_context()
+    opened = context.new_page()
+    opened.goto(f"{up.url}/")
+    opened.get_by_label("Access token").fill((up.folder / "admin-token").read_text().strip())
+    opened.keyboard.press("Enter")
+    opened.get_by_role("heading", name="Jobs").wait_for()
+    opened.locator("table, .hint").first.wait_for()
+    context.close()
