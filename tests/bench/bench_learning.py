@@ -194,7 +194,7 @@ class Learner:
             right = small_task.reward(problem, response)
             penalty = 0.0
             if self.config.overlong_buffer is not None:
-                penalty = overlong_penalty(len(response), MAX_RESPONSE + 1, self.config.overlong_buffer)
+                penalty = overlong_penalty(len(response), MAX_RESPONSE, self.config.overlong_buffer)
             samples.append(
                 Sample(
                     sample_id=f"g{first + at // N}.{at % N}",
@@ -304,7 +304,7 @@ def learn(name: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
 
 
 def prefer(seed: int, out: Path, steps: int) -> dict[str, Any]:
-    """DPO on pairs of a right and a wrong answer that the warmed-up model drew itself."""
+    """DPO on pairs of the best and the worst answer that the warmed-up model drew itself."""
     torch.set_num_threads(1)
     model, rng = warmed(seed, out), np.random.default_rng((seed, 3))
     generator = torch.Generator().manual_seed(seed)
@@ -313,13 +313,10 @@ def prefer(seed: int, out: Path, steps: int) -> dict[str, Any]:
         picked = [p for p in small_task.problems(32, rng) for _ in range(N)]
         drawn, _ = small_task.sample(model, [p.prompt for p in picked], TEMPERATURE, generator)
         for at in range(0, len(picked), N):
-            right = [r for p, r in zip(picked[at : at + N], drawn[at : at + N], strict=True) if small_task.reward(p, r)]
-            wrong = [
-                r for p, r in zip(picked[at : at + N], drawn[at : at + N], strict=True) if not small_task.reward(p, r)
-            ]
-            if right and wrong:
+            group = sorted(drawn[at : at + N], key=lambda r: small_task.reward(picked[at], r))
+            if small_task.reward(picked[at], group[-1]) > small_task.reward(picked[at], group[0]):
                 prompts += [picked[at].prompt] * 2
-                responses += [right[0], wrong[0]]
+                responses += [group[-1], group[0]]
     spec = LossSpec(policy_loss="dpo", aggregation="seq_mean_token_sum", options={"beta": 0.1})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     before = small_task.accuracy(model, held_out())

@@ -1,4 +1,8 @@
-"""A small task for learning curves: sort the digits. A transformer of a million parameters, in plain torch."""
+"""A small task for learning curves: the three largest digits, in order. A transformer of a million parameters.
+
+The warmed-up model knows the form alone: it answers with three digits of the prompt, whichever. What to choose it
+learns from rewards.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from torch.nn import functional
 #: Ids: 0 to 9 are the digits.
 EQUALS, END, VOCABULARY = 10, 11, 12
 LONGEST = 7  # digits of a prompt
-MAX_RESPONSE = LONGEST + 1  # with END
-POSITIONS = 2 * LONGEST + 3
+WANTED = 3  # digits of an answer
+MAX_RESPONSE = WANTED + 3  # an answer with END has WANTED + 1 tokens
+POSITIONS = LONGEST + 1 + MAX_RESPONSE
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Digits to be sorted, and the right answer with its END."""
+    """Digits to choose from, and the right answer with its END."""
 
     prompt: Ints
     answer: Ints
@@ -32,13 +37,16 @@ def problems(count: int, rng: np.random.Generator) -> list[Problem]:
     found = []
     for _ in range(count):
         digits = rng.integers(0, 10, int(rng.integers(5, LONGEST + 1)))
-        found.append(Problem(np.append(digits, EQUALS), np.append(np.sort(digits), END)))
+        largest = np.sort(digits)[::-1][:WANTED]
+        found.append(Problem(np.append(digits, EQUALS), np.append(largest, END)))
     return found
 
 
 def reward(problem: Problem, response: Ints) -> float:
-    """1 for the right answer, else 0: nothing for a part of it."""
-    return float(len(response) == len(problem.answer) and bool((response == problem.answer).all()))
+    """Share of the digits that are right, in their places; 0 for an answer of another length."""
+    if len(response) != len(problem.answer) or response[-1] != END:
+        return 0.0
+    return float((response[:-1] == problem.answer[:-1]).mean())
 
 
 class _Block(nn.Module):
@@ -161,14 +169,15 @@ def token_logprobs(model: Small, prompts: list[Ints], responses: list[Ints], tem
 
 
 def warm_up(seed: int, steps: int, batch: int = 64) -> Small:
-    """A model from scratch after a few steps on right answers: it sorts some problems, and most of them wrong."""
+    """A model from scratch after a few steps on answers of the right form: digits of the prompt, in any order."""
     torch.manual_seed(seed)
     rng = np.random.default_rng((seed, 1))
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         picked = problems(batch, rng)
-        loss = -token_logprobs(model, [p.prompt for p in picked], [p.answer for p in picked], 1.0).mean()
+        shown = [np.append(rng.choice(p.prompt[:-1], WANTED, replace=False), END) for p in picked]
+        loss = -token_logprobs(model, [p.prompt for p in picked], shown, 1.0).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -177,6 +186,6 @@ def warm_up(seed: int, steps: int, batch: int = 64) -> Small:
 
 @torch.no_grad()
 def accuracy(model: Small, held_out: list[Problem]) -> float:
-    """Share of problems that greedy decoding gets right."""
+    """Mean reward of greedy decoding: the share of digits that it gets right."""
     responses, _ = sample(model, [problem.prompt for problem in held_out], 0.0, torch.Generator())
     return float(np.mean([reward(p, r) for p, r in zip(held_out, responses, strict=True)]))

@@ -49,14 +49,15 @@ def test_distillation_moves_the_policy_towards_its_teacher(model: Path, tmp_path
         model,
         algorithm={"estimator": "distillation", "kl_coef": 0.0},
         scorers={"teacher": {"model": str(teacher)}},
-        trainer={"total_steps": 12, "learning_rate": 3e-3},
-        rollout={"n": 4, "batch_size": 4},
+        trainer={"total_steps": 20, "learning_rate": 1e-2, "micro_batch_size": 16},
+        rollout={"n": 8, "batch_size": 8, "max_num_seqs": 64},
         rewards=[],
     )
     ended = run(job)
     assert ended.code == 0, ended.output[-3000:]
     rewards = [metrics["reward/mean"] for metrics in ended.metrics()]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
+    # The teacher is another random model, three nats a token away.
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
 
 
 def test_dynamic_sampling_leaves_groups_out_and_fills_the_batch(model: Path, tmp_path: Path) -> None:
