@@ -273,3 +273,16 @@ def test_what_is_no_verl_configuration(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_the_reward_that_stands_in(response: str, truth: str, expected: float) -> None:
     assert score(response, truth) == expected
+
+
+def test_the_page_has_the_same_table() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "from-verl.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")
+    ]
+    table = {row[0].strip("`"): row[2] for row in rows if row[0].strip("`") in SMALL}
+    assert list(table) == [row[0] for row in TABLE]
+    for key, target, _ in TABLE:
+        assert (target is None) == ("not supported" in table[key]), key
+        if target is not None and "`" in table[key]:
+            assert f"`{target}`" in table[key], key
