@@ -65,6 +65,10 @@ def validate(document: dict[str, Any]) -> JobSpec:
 def code_fields(spec: JobSpec) -> list[str]:
     """The fields by which a job brings something that is executed."""
     found = [f"rewards[{at}].function" for at, reward in enumerate(spec.rewards) if hasattr(reward, "function")]
+    found += [f"rewards[{at}].type" for at, reward in enumerate(spec.rewards) if reward.type == "code"]
+    for at, reward in enumerate(spec.rewards):
+        if getattr(reward, "api_key_variable", None):  # any variable of the server, sent to any address
+            found.append(f"rewards[{at}].api_key_variable")
     if ":" in spec.algorithm.estimator:
         found.append("algorithm.estimator")
     if spec.rollout.extra_args:
@@ -173,8 +177,10 @@ def _place_uploads(spec: JobSpec, uploads: Uploads, project: str, folder: Path) 
 
 def _is_local(field: str, text: str) -> bool:
     """Whether a text names a file of this machine: by its form, or by where it stands."""
+    if field.endswith(".instruction"):
+        return False
     if is_remote(text):
-        return text.startswith("file:")
+        return text.startswith(("file:", "sqlite:"))
     if text.startswith(("/", "~", "./", "../")) or "/../" in text or text in (".", ".."):
         return True
     if field.startswith("data."):

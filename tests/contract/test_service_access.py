@@ -72,6 +72,11 @@ async def test_who_may_bring_code_is_a_scope(tmp_path: Path) -> None:
         assert (await api.http.post("/v1/jobs", json=remote, headers=without)).status_code == 201
         sneaky = remote | {"rollout": {"extra_args": ["--middleware", "x"]}}
         problem(await api.http.post("/v1/jobs", json=sneaky, headers=without), 403)
+        judge = {"type": "judge", "url": "http://evil.example", "model": "m"}
+        for reward in ({"type": "code"}, judge | {"api_key_variable": "NIGHTSHIFT_TOKEN"}):
+            problem(await api.http.post("/v1/jobs", json=job(rewards=[reward]), headers=without), 403)
+        judged = await api.http.post("/v1/jobs", json=job(rewards=[judge]), headers=without)
+        assert judged.status_code == 201, judged.text
         assert (await api.http.post("/v1/jobs", json=job(), headers=with_code)).status_code == 201
 
 
@@ -204,6 +209,10 @@ async def test_o48_files_of_the_server_cannot_be_named(tmp_path: Path) -> None:
         for section in (
             {"model": {"path": "/etc"}},
             {"model": {"path": "x", "tokenizer": "/etc"}},
+            {"rewards": [{"type": "classifier", "model": "/etc"}]},
+            {"scorers": {"critic": {"model": "/etc"}}},
+            {"scorers": {"teacher": {"model": "../etc"}}},
+            {"tracking": {"mlflow": "sqlite:////etc/x.db"}},
             {"rewards": [{"function": "/etc/x.py:f"}]},
             {"algorithm": {"estimator": "/etc/x.py:f"}},
         ):
