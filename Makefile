@@ -14,7 +14,7 @@ SETUP := PYTHON="$(PYTHON)" NIGHTSHIFT_PIP_ARGS="$(PIP_ARGS)" bash scripts/setup
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev data demo harder test test-unit test-integration lint format bench chaos docs dashboards proto lock clean
+.PHONY: help venv venv-dev data demo harder test test-unit test-integration test-deploy lint format bench chaos docs dashboards proto lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-unit: $(DEV_STAMP) ## the tests that need no real parts: seconds
 
 test-integration: $(DEV_STAMP) ## the tests on the real vLLM, Ray Serve and DeepSpeed
 	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
+
+test-deploy: $(DEV_STAMP) ## the tests of images, chart, rules and dashboards (docs/deployment.md says what they need)
+	$(BIN)/python -m pytest -m deploy tests/deploy $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## style, types and the direction of imports
 	$(BIN)/ruff check

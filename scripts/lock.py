@@ -126,7 +126,9 @@ def main() -> int:
     core = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     hashed = pins(REQUIREMENTS / "cpu-hashed.txt")
     if arguments.check:
-        names = ["cpu.txt", "cpu-hashed.txt"] + (["dev.txt"] if arguments.check == "dev" else [])
+        names = ["cpu.txt", "cpu-hashed.txt", "orchestrator.txt", "rollout.txt"] + (
+            ["dev.txt"] if arguments.check == "dev" else []
+        )
         sources = ["cpu.in"] + (["dev.in"] if arguments.check == "dev" else [])
         problems = differences(REQUIREMENTS / name for name in names) + resolve(core, *sources).problems
     else:
@@ -140,6 +142,10 @@ def main() -> int:
         if not problems:
             made = "Made by scripts/lock.py; install with pip install --no-deps -r (see requirements/README.md)."
             write(REQUIREMENTS / "cpu.txt", f"CPU stack, Python 3.11, x86-64 Linux.\n{made}", cpu.versions.values())
+            for image in ("orchestrator", "rollout"):
+                part = resolve(core if image == "orchestrator" else (), f"{image}.in")
+                header = f"What the {image}'s image installs (deploy/docker): a part of cpu.txt.\n{made}"
+                write(REQUIREMENTS / f"{image}.txt", header, part.versions.values())
             tools = [pin for name, pin in everything.versions.items() if name not in cpu.versions]
             write(REQUIREMENTS / "dev.txt", f"Developers' tools, on top of cpu.txt.\n{made}", tools)
     for problem in problems:

@@ -1,0 +1,120 @@
+"""The orchestrator's image, built from a local base and run as the chart's Deployment by podman: probes and SIGTERM.
+
+``NIGHTSHIFT_PYTHON_IMAGE`` names the base, an image with Python 3.11 and its venv module that podman has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.deploy.charts import HOW, of_kind, rendered
+
+pytestmark = pytest.mark.deploy
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "localhost/nightshift/orchestrator:test"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+SETTINGS = (
+    "orchestrator.mode=remote",
+    "orchestrator.port=18701",
+    "images.orchestrator.repository=localhost/nightshift/orchestrator",
+    "images.orchestrator.tag=test",
+    "images.orchestrator.pullPolicy=Never",
+)
+
+
+def run(program: str, *arguments: str, timeout_s: float = 60, check: bool = True) -> str:
+    found = shutil.which(program)
+    assert found, f"{program} is not installed: {HOW}"
+    done = subprocess.run([found, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    base = os.environ.get("NIGHTSHIFT_PYTHON_IMAGE")
+    assert base, f"NIGHTSHIFT_PYTHON_IMAGE names no image to build from: {HOW}"
+    more = ["-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt"]
+    run(
+        "buildah",
+        *("bud", "--layers", "--isolation", "chroot", "--network", "host", "--format", "docker"),
+        *(more if Path(CERTIFICATES).exists() else []),
+        *("--build-arg", f"PYTHON_IMAGE={base}", "-f", "deploy/docker/orchestrator.Dockerfile", "-t", IMAGE, "."),
+        timeout_s=540,
+    )
+    return IMAGE
+
+
+def test_the_image_holds_no_heavy_library_and_knows_its_user(image: str) -> None:
+    inspected = json.loads(run("podman", "image", "inspect", image))[0]
+    found = inspected["Config"]
+    assert found["User"] == "10001:10001"
+    assert inspected["Healthcheck"]["Test"][:3] == ["CMD", "python", "-c"]
+    assert not any("CERT" in variable or "INDEX" in variable for variable in found["Env"])
+    listing = run("podman", "run", "--rm", "--entrypoint", "ls", image, "/opt/venv/lib/python3.11/site-packages")
+    assert not set(listing.split()) & {"torch", "ray", "vllm", "deepspeed", "transformers"}
+
+
+@pytest.fixture
+def pod(image: str, tmp_path: Path) -> Iterator[Path]:
+    """The rendered Deployment, with what podman does not know of it replaced: named ports in probes."""
+    (deployment,) = of_kind(rendered("values-cpu.yaml", settings=SETTINGS), "Deployment")
+    document: dict[str, Any] = json.loads(json.dumps(deployment))
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        container[probe]["httpGet"]["port"] = 18701
+    file = tmp_path / "deployment.yaml"
+    file.write_text(yaml.safe_dump(document))
+    try:
+        yield file
+    finally:
+        run("podman", "play", "kube", "--down", str(file), check=False)
+        run("podman", "volume", "rm", "-f", "release-nightshift-orchestrator", "tmp", "shm", check=False)
+
+
+def ready(seconds: float = 60) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            answer = httpx.get("http://127.0.0.1:18701/readyz", trust_env=False, timeout=2)
+            if answer.status_code == 200:
+                return dict(answer.json())
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline, "the service was not ready in time"
+        time.sleep(0.5)
+
+
+def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over_a_restart(pod: Path) -> None:
+    run("podman", "play", "kube", str(pod))
+    assert ready()["status"] == "ok"
+    (name,) = [n for n in run("podman", "ps", "--format", "{{.Names}}").split() if n.endswith("-orchestrator")]
+    state = json.loads(run("podman", "inspect", name))[0]
+    assert state["HostConfig"]["ReadonlyRootfs"] is True
+    assert state["Config"]["User"].startswith("10001")
+    assert not state["EffectiveCaps"]
+    run("podman", "exec", name, "python", "-c", "open('/tmp/x', 'w')")
+    assert run("podman", "exec", name, "touch", "/opt/x", check=False) == ""
+    assert run("podman", "exec", name, "ls", "/opt").split() == ["nightshift", "venv"]
+    token = run("podman", "exec", name, "cat", "/data/admin-token")
+    text = httpx.get("http://127.0.0.1:18701/metrics", trust_env=False).text
+    assert "nightshift_jobs" in text
+
+    began = time.monotonic()
+    run("podman", "stop", "-t", "60", name)
+    assert time.monotonic() - began < 30, "SIGTERM ends it, not the kill after the grace time"
+    assert json.loads(run("podman", "inspect", name))[0]["State"]["ExitCode"] == 0
+    run("podman", "start", name)
+    ready()
+    assert run("podman", "exec", name, "cat", "/data/admin-token") == token
