@@ -56,7 +56,7 @@ def whole_passes(samples: Sequence[int], quantum: int) -> int:
     total = full = 0
     for count, of_group in enumerate(samples, start=1):
         total += of_group
-        if total % quantum == 0:
+        if total and total % quantum == 0:
             full = count
     return full or (len(samples) if total >= quantum else 0)
 

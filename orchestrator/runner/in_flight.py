@@ -40,6 +40,7 @@ class PipelineState:
     failures: list[NightshiftError] = field(default_factory=list)
     filtered_in_row: int = 0
     _ages: dict[int, GroupAge] = field(default_factory=dict)  # of the ready groups: reading versions takes a while
+    _bytes: dict[int, int] = field(default_factory=dict)  # as they were counted: advantages come later
 
     def start(self, group: Group) -> None:
         """Takes a group that begins to run."""
@@ -58,6 +59,7 @@ class PipelineState:
         """Takes a scored group."""
         self.ready[group.index] = group
         self._ages[group.index] = GroupAge(group.oldest_version, group.index)
+        self._bytes[group.index] = group.bytes
         self.buffered_bytes += group.bytes
 
     def open_with(self, ages: Iterable[GroupAge]) -> list[Group]:
@@ -72,12 +74,12 @@ class PipelineState:
         """Lets a ready group go."""
         group = self.ready.pop(index)
         del self._ages[index]
-        self.buffered_bytes -= group.bytes
+        self.buffered_bytes -= self._bytes.pop(index)
         return group
 
     def close(self) -> None:
         """The step in progress has trained its groups."""
-        self.buffered_bytes -= sum(group.bytes for group in self.open.values())
+        self.buffered_bytes -= sum(self._bytes.pop(index) for index in self.open)
         self.open = {}
 
     def ready_ages(self) -> list[GroupAge]:

@@ -136,12 +136,6 @@ class Stepper:
             await self._evaluate()
         self.began = self._last_end = time.time()
 
-    async def make_step(
-        self, groups: Sequence[Group], waited_since: float, failures: Sequence[NightshiftError] = ()
-    ) -> None:
-        """Trains on a batch that is there as a whole; see :meth:`add_part`."""
-        await self.add_part(groups, final=True, waited_since=waited_since, failures=failures)
-
     async def add_part(
         self,
         groups: Sequence[Group],

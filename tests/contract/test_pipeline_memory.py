@@ -25,6 +25,7 @@ async def test_o47_the_runner_needs_no_more_after_fifty_updates_than_after_ten(t
         late = resident(process.pid)
         assert await process.wait() == 0, run.error()
         audit(run, steps=50, staleness=1)
-        assert late <= 1.05 * early, f"{late / 2**20:.1f} MiB after {early / 2**20:.1f} MiB"
+        # The case allows 5 %; forty steps whose groups were kept would come to 4 %.
+        assert late <= 1.02 * early, f"{late / 2**20:.1f} MiB after {early / 2**20:.1f} MiB"
         assert not list((run.run_dir / "spool").iterdir())
         assert run.engine.running == 0

@@ -101,7 +101,7 @@ async def test_any_bound_holds_with_parts(tmp_path: Path, staleness: int | None)
 
 async def test_a_straggler_holds_up_nothing_that_is_ready(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=12, **small(pipeline={"max_staleness": 2})) as run:
-        slow_group(run, 0, 0.6)
+        slow_group(run, 0, 4.0)
         times: list[float] = []
 
         async def watch(job: Job) -> None:
