@@ -39,9 +39,9 @@ def sequence_seconds(batches: Sequence[StageTimes], max_staleness: int | None) -
     if max_staleness is not None and max_staleness < 0:
         raise ValueError(f"max_staleness is {max_staleness}, and it counts from 0")
     on_their_way = 1 if max_staleness is None else max_staleness + 1
-    # Whole turns of the sequence, as many batches as are on their way at a time, so that what they share out evens out;
-    # the first ones fill the loop.
-    turns = on_their_way * (1 + 4 // len(batches))
+    # As many whole turns of a short sequence as batches are on their way, so that what those share out evens out; the
+    # first turns fill the loop.
+    turns = on_their_way * (1 + 4 // len(batches)) if len(batches) < 8 * on_their_way else 1
     ends = _ends(list(batches) * (3 * turns), max_staleness)
     count = len(batches) * turns
     return (ends[-1] - ends[-1 - count]) / count
