@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -51,11 +51,17 @@ class Placement:
 
     rollout: int
     trainer: tuple[int, ...]  # by rank
+    spare: tuple[int, ...] = field(default=(), compare=False)  # for further servers, beside the first one's
 
     @property
     def shared(self) -> bool:
         """Whether the server has a device together with the trainer."""
         return self.rollout in self.trainer
+
+    def servers(self, count: int) -> list[int]:
+        """The device of each server: one of its own as far as they go, then in turn."""
+        devices = [self.rollout, *self.spare]
+        return [devices[at % len(devices)] for at in range(count)]
 
 
 def ask_driver() -> Driver | None:
@@ -215,4 +221,5 @@ def place(resources: ResourcesConfig, ranks: int, gpus: int) -> Placement:
                 role="job",
                 fix=f"Choose from 0 to {gpus - 1}",
             )
-    return Placement(rollout, trainer)
+    spare = tuple(gpu for gpu in free if gpu != rollout) if resources.rollout_gpu is None else ()
+    return Placement(rollout, trainer, spare)

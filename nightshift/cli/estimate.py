@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nightshift.config import JobSpec
+from nightshift.config.scorers import REMOTE
 from nightshift.wire.errors import BadInputError
 
 MIB = 1 << 20
@@ -121,9 +122,10 @@ def estimate(spec: JobSpec, shape: ModelShape) -> list[Part]:
         sequence = min(sequence, spec.rollout.max_model_len)
     parts: list[dict[str, int] | str] = []
     if spec.rollout.url is None:
-        parts += ["rollout", _rollout(spec, shape)]
+        each = _rollout(spec, shape)
+        parts += ["rollout", {name: size * spec.rollout.servers for name, size in each.items()}]
     parts += ["trainer", _trainer(spec, shape, sequence)]
-    remote = (spec.scorers.reference.model or "").startswith("grpc://")
+    remote = (spec.scorers.reference.model or "").startswith(REMOTE)
     if spec.needs_reference and not remote:
         parts += ["reference", _reference(spec, shape, sequence)]
     python = [reward for reward in spec.rewards if reward.type == "python"]

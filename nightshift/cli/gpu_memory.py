@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from nightshift.cli.estimate import ModelShape
 from nightshift.cli.output import mib
 from nightshift.config import JobSpec
+from nightshift.config.scorers import REMOTE
 from nightshift.gpu import Gpu, Placement, place
+from nightshift.transfer import weight_transfer
 from nightshift.wire.errors import BadInputError
 
 _MIB = 1 << 20
@@ -34,9 +36,11 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
 
     rollout, trainer = spec.rollout, spec.trainer
     if rollout.url is None:
-        add(placement.rollout, "server", shape.parameters * _BYTES[rollout.dtype] + _SERVER)
-        add(placement.rollout, "KV cache", int(rollout.kv_cache_gib * _GIB))
-        add(placement.rollout, "published weights", shape.parameters * _BYTES[rollout.dtype])
+        for gpu in placement.servers(rollout.servers):
+            add(gpu, "server", shape.parameters * _BYTES[rollout.dtype] + _SERVER)
+            add(gpu, "KV cache", int(rollout.kv_cache_gib * _GIB))
+        if weight_transfer(spec, "cuda") == "ipc":
+            add(placement.rollout, "published weights", shape.parameters * _BYTES[rollout.dtype])
     size = _BYTES[trainer.dtype]
     sequence = spec.data.max_prompt_length + rollout.max_response_length
     tokens = max(sequence, trainer.max_tokens_per_micro_batch or trainer.micro_batch_size * sequence)
@@ -50,7 +54,7 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
         add(gpu, "trainer", _CONTEXT + weights + states + gradients)
         add(gpu, "activations", tokens * shape.hidden * layers * (2 if trainer.autocast else size))
         add(gpu, "logits", min(tokens, _HEAD_TOKENS) * shape.vocab * _HEAD_BYTES)
-    if spec.needs_reference and not (spec.scorers.reference.model or "").startswith("grpc://"):
+    if spec.needs_reference and not (spec.scorers.reference.model or "").startswith(REMOTE):
         add(placement.trainer[0], "reference", _CONTEXT + shape.parameters * _BYTES[spec.scorers.reference.dtype])
     return parts
 

@@ -15,6 +15,8 @@ def fixed_ports(spec: JobSpec) -> dict[str, int]:
     ports = spec.resources.ports.model_dump()
     if spec.rollout.url is not None:
         ports.pop("rollout")
+    elif ports["rollout"]:
+        ports |= {f"rollout (server {at})": ports["rollout"] + at for at in range(1, spec.rollout.servers)}
     return {role: port for role, port in ports.items() if port}
 
 

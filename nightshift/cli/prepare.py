@@ -15,12 +15,12 @@ from nightshift.cli.gpu_memory import check_gpu_memory
 from nightshift.cli.processes import RUN_ID_VARIABLE, Child
 from nightshift.config import JobSpec
 from nightshift.config.rewards import ClassifierReward, EmbeddingReward
+from nightshift.config.scorers import REMOTE
 from nightshift.gpu import ask_driver, find_device
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutError
 
 #: Longest time for fetching or making a model.
 _MODEL_DEADLINE_S = 3600.0
-_GRPC = "grpc://"
 
 
 def repository_root() -> Path | None:
@@ -78,13 +78,13 @@ def resolve_models(spec: JobSpec, say: Callable[[str], None]) -> None:
     if spec.model.tokenizer is not None and not Path(spec.model.tokenizer).exists():
         spec.model.tokenizer = local(spec.model.tokenizer)
     reference = spec.scorers.reference.model
-    if spec.needs_reference and reference is not None and not reference.startswith(_GRPC):
+    if spec.needs_reference and reference is not None and not reference.startswith(REMOTE):
         spec.scorers.reference.model = local(reference)
     for reward in spec.rewards:
         if isinstance(reward, ClassifierReward | EmbeddingReward):
             reward.model = local(reward.model)
     teacher, critic = spec.scorers.teacher, spec.scorers.critic
-    if spec.needs_teacher and teacher is not None and not teacher.model.startswith(_GRPC):
+    if spec.needs_teacher and teacher is not None and not teacher.model.startswith(REMOTE):
         teacher.model = local(teacher.model)
     if critic is not None and critic.model is not None:
         critic.model = local(critic.model)

@@ -101,6 +101,14 @@ class JobSpec(Section):
 
     def _check_roles(self) -> None:
         algorithm, critic = self.algorithm, self.scorers.critic
+        teacher = self.scorers.teacher.model if self.scorers.teacher else ""
+        frozen = {"reference": self.scorers.reference.model, "teacher": teacher}
+        for role, model in frozen.items():
+            if (model or "").startswith(("http://", "https://")) and self.rollout.temperature != 1.0:
+                raise ValueError(
+                    f"scorers.{role}.model is a vLLM server, which gives log-probs at temperature 1 alone, and "
+                    f"rollout.temperature is {self.rollout.temperature:g}: set that to 1, or give a folder"
+                )
         if not self.rewards and not self.is_preference and algorithm.estimator != "distillation":
             raise ValueError("'rewards' is missing: give a list with at least one reward")
         if self.is_preference:

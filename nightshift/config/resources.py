@@ -18,6 +18,8 @@ class PortsConfig(Section):
     """Ray Serve's gRPC proxy."""
     trainer: int = Field(default=0, ge=0, le=65535)
     """The trainer's gRPC server."""
+    weights: int = Field(default=0, ge=0, le=65535)
+    """The server of published weights, where ``rollout.weight_transfer`` is http."""
     otlp: int = Field(default=0, ge=0, le=65535)
     """The runner's receiver of spans."""
     metrics: int | None = Field(default=None, ge=0, le=65535)
@@ -49,5 +51,9 @@ class ResourcesConfig(Section):
     """Memory of Ray's object store."""
     weight_store: str = "/dev/shm"
     """Folder in which the published weights lie, in memory."""
+
+    weight_host: str = "127.0.0.1"
+    """Name or address under which rollout servers reach the server of published weights; it listens there alone where
+    it is loopback, else on all interfaces. Token and weights travel in the clear: use a network of your own."""
 
     ports: PortsConfig = PortsConfig()

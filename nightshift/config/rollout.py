@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from nightshift.config.base import Section
@@ -40,6 +42,13 @@ class RolloutConfig(Section):
     url: str | None = Field(default=None, pattern=r"^https?://\S+$")
     """A running vLLM server; null: one is started on this machine."""
 
+    servers: int = Field(default=1, ge=1)
+    """vLLM servers that are started on this machine, each with cores or a GPU, a port and a KV cache of its own."""
+
+    weight_transfer: Literal["auto", "shared_memory", "http", "ipc"] = "auto"
+    """How published weights reach the servers: a file in ``resources.weight_store``, a download from the trainer's side
+    (no shared folder is needed), or CUDA IPC; auto: IPC to one server on the same GPUs, HTTP to a server elsewhere."""
+
     dtype: DType = "float32"
     """Precision of the server. A bfloat16 server rounds away updates below half a step of the weight."""
 
@@ -54,6 +63,14 @@ class RolloutConfig(Section):
 
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one request."""
+
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time without a token, although requests run, or without an answer to a health check: then a server hangs
+    and is started again."""
+
+    refill: Literal["adaptive", "fixed"] = "adaptive"
+    """How many groups are drawn at once: less where the servers' queues and KV caches are full, or always as many as
+    the staleness bound allows."""
 
     flush_tokens: int = Field(default=64, ge=0)
     """Tokens after which a part of a response is sent, so that it outlives its server; 0: only whole responses are."""

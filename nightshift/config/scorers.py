@@ -9,12 +9,16 @@ from pydantic import Field
 from nightshift.config.base import Section
 from nightshift.config.model import DType
 
+#: How a model begins that is an address and no folder.
+REMOTE = ("grpc://", "http://", "https://")
+
 
 class ReferenceConfig(Section):
     """The frozen model of the KL term."""
 
     model: str | None = None
-    """HF id, folder, or ``grpc://host:port``; null: the policy as it was before training."""
+    """HF id, folder, ``grpc://host:port`` or the ``http://host:port`` of a vLLM server; null: the policy as it was
+    before training."""
 
     dtype: DType = "float32"
     """Precision of the reference."""
@@ -29,7 +33,8 @@ class TeacherConfig(Section):
     """The frozen model that a distillation learns from."""
 
     model: str
-    """HF id, folder, or ``grpc://host:port``; it must have the policy's vocabulary."""
+    """HF id, folder, ``grpc://host:port`` or the ``http://host:port`` of a vLLM server; it must have the policy's
+    vocabulary."""
 
     dtype: DType = "float32"
     """Precision of the teacher."""

@@ -7,6 +7,7 @@ import re
 #: Our own routes inside vLLM's server.
 ROUTE = "/nightshift/v1/generate"
 INFO = "/nightshift/v1/info"
+PREFETCH = "/nightshift/v1/prefetch"
 
 #: Versions of vLLM (major, minor) whose routes and signatures are recorded and tested.
 OLDEST, NEWEST = (0, 26), (0, 33)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -42,11 +43,12 @@ def allot_gpus(spec: JobSpec, device: Device) -> Placement | None:
     return place(spec.resources, spec.trainer.ranks, len(driver.gpus) if driver else 0)
 
 
-def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[int]) -> Cores:
+def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[int], servers: int = 1) -> Cores:
     """Which cores generation and training run on. On a CPU they never share one if there are two.
 
     Args:
         available: cores that this process may use.
+        servers: rollout servers; each gets a core of its own as long as one is left for the trainer.
 
     Raises:
         BadInputError: a core was asked for that is not available.
@@ -62,9 +64,18 @@ def allot_cores(resources: ResourcesConfig, device: Device, available: Sequence[
             )
     if device == "cuda":
         return Cores(tuple(resources.rollout_cores or ()), tuple(resources.trainer_cores or ()))
-    rollout = cores[:1] if resources.rollout_cores is None else resources.rollout_cores
-    trainer = (cores[1:2] or cores[:1]) if resources.trainer_cores is None else resources.trainer_cores
+    own = min(servers, max(1, len(cores) - 1))
+    rollout = cores[:own] if resources.rollout_cores is None else resources.rollout_cores
+    trainer = (cores[own : own + 1] or cores[:1]) if resources.trainer_cores is None else resources.trainer_cores
     return Cores(tuple(rollout), tuple(trainer))
+
+
+def split_cores(cores: Sequence[int], servers: int) -> list[tuple[int, ...]]:
+    """The cores of each server: neighbours, as evenly as it goes; one each, in turn, where there are fewer cores."""
+    if len(cores) < servers:
+        return [tuple(cores[at % len(cores) :][:1]) if cores else () for at in range(servers)]
+    ends = [at * len(cores) // servers for at in range(servers + 1)]
+    return [tuple(cores[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def available_cores() -> list[int]:
@@ -82,8 +93,13 @@ def check_store_room(spec: JobSpec, folder: Path) -> None:
     if shapes is None:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    sizes = [spec.rollout.dtype, *([spec.scorers.critic.dtype] if spec.scorers.critic else [])]
-    need = sum(_COPIES * parameters * (4 if dtype == "float32" else 2) for dtype in sizes)
+    sizes = [spec.rollout.dtype] * _COPIES
+    if spec.rollout.url is None and spec.rollout.weight_transfer == "http":
+        # What each server has fetched, and what it is fetching.
+        sizes += [spec.rollout.dtype] * 2 * spec.rollout.servers
+    if spec.scorers.critic:
+        sizes += [spec.scorers.critic.dtype] * _COPIES
+    need = sum(parameters * (4 if dtype == "float32" else 2) for dtype in sizes)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise BadInputError(

@@ -27,6 +27,16 @@ class Cluster(Protocol):
     def stop(self) -> None: ...
 
 
+class WeightServer(Protocol):
+    """What is needed of :class:`services.trainer.weight_server.WeightServer`."""
+
+    url: str
+    token: str
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 class Trainer(Protocol):
     """What :func:`services.trainer.launch.start` returns."""
 
@@ -54,13 +64,17 @@ class Parts:
         self,
         spec: JobSpec,
         *,
-        store: Path,
+        name: str,
+        store: Path | None,
         log_path: Path,
         device: Device,
         cores: tuple[int, ...],
         gpu: int | None,
         port: int,
         otlp: str | None,
+        weight_backend: str,
+        weights_url: str | None,
+        cache: Path,
     ) -> Server:
         """A vLLM server that has not been started.
 
@@ -68,10 +82,31 @@ class Parts:
             BadInputError: there is no model, or the port is taken.
         """
         server = VllmServer(
-            spec, store=store, log_path=log_path, device=device, cores=cores, gpu=gpu, port=port, otlp=otlp
+            spec,
+            name=name,
+            store=store,
+            log_path=log_path,
+            device=device,
+            cores=cores,
+            gpu=gpu,
+            port=port,
+            otlp=otlp,
+            weight_backend=weight_backend,
+            weights_url=weights_url,
+            cache=cache,
         )
         server.check_port()
         return server
+
+    def weight_server(self, store: Path, host: str, port: int) -> WeightServer:
+        """A server of the published weights that has not been started.
+
+        Raises:
+            RoleError: the port is taken.
+        """
+        from services.trainer.weight_server import WeightServer as Files
+
+        return Files(store, host, port)
 
     def cluster(self, spec: JobSpec, run_dir: Path, environment: dict[str, str], gpus: Placement | None) -> Cluster:
         """A Ray cluster that has not been started; without ``gpus`` it has no CUDA devices to give."""

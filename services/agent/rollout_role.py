@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import NightshiftError, RoleError
+from services.agent.pulse import Pulse
 
 
 class Report(Protocol):
@@ -24,8 +25,10 @@ class Server(Protocol):
     def spawn(self) -> None: ...
     def wait_ready(self, cancelled: threading.Event | None = None) -> float: ...
     def alive(self) -> bool: ...
+    def answers(self) -> bool: ...
     def failure(self) -> NightshiftError: ...
     def stop(self) -> None: ...
+    def kill(self) -> None: ...
     def entry(self) -> dict[str, Any]: ...
 
 
@@ -44,10 +47,29 @@ class RolloutRole:
     NAME = "rollout"
 
     def __init__(
-        self, server: Server, report: Report, wake: Callable[[], None], policy: RestartPolicy | None = None
+        self,
+        server: Server,
+        report: Report,
+        wake: Callable[[], None],
+        policy: RestartPolicy | None = None,
+        *,
+        stall_timeout_s: float = 120.0,
+        asked: Callable[[dict[str, Any]], str | None] = lambda entry: None,
+        pulse: Callable[[Callable[[], bool]], Pulse] = Pulse,
     ) -> None:
-        """``wake`` is called from another thread when the outcome of a start is there for :meth:`tick`."""
+        """Prepares a role whose server has not been started.
+
+        Args:
+            wake: is called from another thread when the outcome of a start is there for :meth:`tick`.
+            stall_timeout_s: without an answer of any kind to the health check, above which the server hangs.
+            asked: why somebody wants another start of the server with this entry; None: nobody does.
+            pulse: makes what asks the server whether it lives.
+        """
         self.server = server
+        self._stall_timeout_s = stall_timeout_s
+        self._asked = asked
+        self._make_pulse = pulse
+        self._pulse: Pulse | None = None
         self._report = report
         self._wake = wake
         self._policy = policy or RestartPolicy()
@@ -61,6 +83,11 @@ class RolloutRole:
     def ready(self) -> bool:
         """Whether requests may be sent."""
         return self._state is _State.READY
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether its first start succeeded."""
+        return self._was_ready
 
     @property
     def failed(self) -> NightshiftError | None:
@@ -88,9 +115,11 @@ class RolloutRole:
                 self._died(outcome, 0.0, now)
                 return False
             self._state, self._since, self._was_ready = _State.READY, now, True
+            self._pulse = self._make_pulse(self.server.answers)
+            self._pulse.start()
             return True
-        if self._state is _State.READY and not self.server.alive():
-            self._died(self.server.failure(), now - self._since, now)
+        if self._state is _State.READY:
+            self._look(now)
         elif self._state is _State.PAUSING and now >= self._since:
             self.begin(now)
         return False
@@ -98,6 +127,8 @@ class RolloutRole:
     def stop(self) -> None:
         """Ends the server, also one that is starting."""
         self._cancelled.set()
+        if self._pulse is not None:
+            self._pulse.stop()
         self.server.stop()
 
     def _wait(self, cancelled: threading.Event) -> None:
@@ -113,7 +144,27 @@ class RolloutRole:
             self._outcome = outcome
             self._wake()
 
+    def _look(self, now: float) -> None:
+        """Looks whether a server that was ready still works."""
+        silent = self._pulse.silent_s() if self._pulse is not None else 0.0
+        cause: NightshiftError | None = None
+        if not self.server.alive():
+            self._died(self.server.failure(), now - self._since, now)
+        elif silent > self._stall_timeout_s:
+            cause = self._hangs(f"its health check had no answer for {silent:.0f} s")
+        elif asked := self._asked(self.server.entry()):
+            cause = self._hangs(asked)
+        if cause is not None:
+            self.server.kill()  # it would not hear a request to end
+            self._died(cause, now - self._since, now)
+
+    def _hangs(self, why: str) -> NightshiftError:
+        name = self.server.entry().get("name", self.NAME)
+        return RoleError(f"vLLM server {name} hangs: {why}", role=self.NAME, fix="rollout.stall_timeout_s is the limit")
+
     def _died(self, cause: NightshiftError, uptime_s: float, now: float) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
         self.server.stop()  # what is left of it
         if not self._was_ready:
             raise cause

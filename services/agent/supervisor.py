@@ -18,18 +18,20 @@ from typing import Any
 
 from nightshift.config.job import JobSpec
 from nightshift.config.load import read_resolved
-from nightshift.gpu import Device, find_device
+from nightshift.config.scorers import REMOTE
+from nightshift.gpu import find_device
+from nightshift.transfer import Transfer, weight_backend, weight_transfer
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
+from nightshift.wire.restart_request import take_restart
 from services.agent import leftovers, machine
 from services.agent.background import Background
-from services.agent.parts import Cluster, Parts
-from services.agent.rollout_role import RolloutRole
+from services.agent.parts import Cluster, Parts, WeightServer
+from services.agent.rollout_servers import RolloutServers
 from services.agent.trainer_role import TrainerRole
 from services.agent.watch import RayWatch
 from services.rollout import keeper
-from services.rollout.command import default_backend
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ class Supervisor:
         self._starting = False
         self._role = "job"  # what is being started: the role that an unexpected error is put down to
         self._store: Path | None = None
-        self._rollout: RolloutRole | None = None
+        self._weights: WeightServer | None = None
+        self._rollout: RolloutServers | None = None
         self._external_rollout: dict[str, Any] | None = None
         self._cluster: Cluster | None = None
         self._deployed: dict[str, Any] | None = None
@@ -112,30 +115,49 @@ class Supervisor:
         spec = read_resolved(self._run_dir / "job.yaml")
         device = find_device(spec.resources.device)
         gpus = machine.allot_gpus(spec, device)
-        cores = machine.allot_cores(spec.resources, device, machine.available_cores())
+        cores = machine.allot_cores(spec.resources, device, machine.available_cores(), spec.rollout.servers)
         os.environ[_RUN_ID_VARIABLE] = self._run_id
         os.environ[machine.TRAINER_CORES_VARIABLE] = json.dumps(cores.trainer)
         ports = spec.resources.ports
         trainer_port = self._parts.port("trainer", ports.trainer)
         scorers_port = self._parts.port("scorers", ports.scorers)
         self._role = "trainer"
-        store = self._make_store(spec, device)
+        transfer = weight_transfer(spec, device)
+        store = self._make_store(spec, transfer)
 
-        self._role = RolloutRole.NAME
+        self._role = RolloutServers.NAME
+        if transfer == "http" and not spec.is_preference:
+            self._weights = self._parts.weight_server(store, spec.resources.weight_host, ports.weights)
+            self._weights.start()
         if spec.is_preference:
             pass  # nothing is sampled
         elif spec.rollout.url is None:
-            server = self._parts.server(
-                spec,
-                store=store,
-                log_path=self._run_dir / "logs" / "rollout-0.log",
-                device=device,
-                cores=cores.rollout,
-                gpu=gpus.rollout if gpus else None,
-                port=ports.rollout,
-                otlp=self._otlp,
+            shares = machine.split_cores(cores.rollout, spec.rollout.servers)
+            chosen = gpus.servers(spec.rollout.servers) if gpus else [None] * spec.rollout.servers
+            servers = [
+                self._parts.server(
+                    spec,
+                    name=(name := f"{RolloutServers.NAME}-{at}"),
+                    store=None if self._weights else store,
+                    log_path=self._run_dir / "logs" / f"{name}.log",
+                    device=device,
+                    cores=shares[at],
+                    gpu=chosen[at],
+                    port=ports.rollout + at if ports.rollout else 0,
+                    otlp=self._otlp,
+                    weight_backend=weight_backend(transfer),
+                    weights_url=self._weights.url if self._weights else None,
+                    cache=store / f"cache-{name}",
+                )
+                for at in range(spec.rollout.servers)
+            ]
+            self._rollout = RolloutServers(
+                servers,
+                self.report,
+                self._outcome_is_there,
+                stall_timeout_s=spec.rollout.stall_timeout_s,
+                asked=lambda entry: take_restart(self._run_dir, entry["name"], entry["incarnation"]),
             )
-            self._rollout = RolloutRole(server, self.report, self._outcome_is_there)
             self._rollout.begin(time.monotonic())
         else:
             self._external_rollout = _external_server(spec.rollout.url)
@@ -157,13 +179,16 @@ class Supervisor:
         self._role = TrainerRole.NAME
         self._trainer.wait_ready()
 
-        self._role = RolloutRole.NAME
-        while self._rollout is not None and not self._rollout.tick(time.monotonic()):
+        self._role = RolloutServers.NAME
+        while self._rollout is not None:
+            self._rollout.tick(time.monotonic())
+            if self._rollout.ready:
+                break
             self._wake.wait(_POLL_S)
             self._wake.clear()
         self._write_addresses()
 
-    def _make_store(self, spec: JobSpec, device: Device) -> Path:
+    def _make_store(self, spec: JobSpec, transfer: Transfer) -> Path:
         parent = Path(spec.resources.weight_store)
         if not parent.is_dir():
             raise BadInputError(
@@ -172,7 +197,7 @@ class Supervisor:
                 fix="Set resources.weight_store to a folder in memory",
             )
         leftovers.remove_stale(parent, "nightshift-*")
-        if default_backend(device) == "safetensors" or spec.rollout.url is not None:
+        if transfer != "ipc":
             machine.check_store_room(spec, parent)
         self._store = parent / f"nightshift-{self._run_id}"
         # A folder of this run that is there already is that of an agent that was killed: its files are of no use.
@@ -203,9 +228,9 @@ class Supervisor:
         remote = {reward.name for reward in spec.rewards if reward.type == "grpc"}
         roles = {item["application"]: "reward" for item in deployed.get("rewards", []) if item["name"] not in remote}
         model = spec.scorers.reference.model
-        if deployed.get("reference") and not (model and model.startswith("grpc://")):
+        if deployed.get("reference") and not (model and model.startswith(REMOTE)):
             roles[deployed["reference"]["application"]] = "reference"
-        if deployed.get("teacher") and not (spec.scorers.teacher and spec.scorers.teacher.model.startswith("grpc://")):
+        if deployed.get("teacher") and not (spec.scorers.teacher and spec.scorers.teacher.model.startswith(REMOTE)):
             roles[deployed["teacher"]["application"]] = "teacher"
         if deployed.get("critic"):
             roles[deployed["critic"]["application"]] = "critic"
@@ -226,7 +251,7 @@ class Supervisor:
         )
         self._watch.start()
         while not self._stop_asked:
-            self._role = RolloutRole.NAME
+            self._role = RolloutServers.NAME
             if self._rollout is not None and self._rollout.tick(time.monotonic()):
                 self._write_addresses()
             self._role = "agent"
@@ -242,11 +267,17 @@ class Supervisor:
     def _write_addresses(self) -> None:
         """Replaces services.json; it holds tokens, so only this user may read it."""
         deployed = self._deployed or {}
-        server = self._rollout.server.entry() if self._rollout else self._external_rollout
-        if server and server["weight_backend"] == "safetensors":
-            server = {**server, "init_info": {"root": str(self._store)}}
+        servers = self._rollout.entries() if self._rollout else []
+        if self._external_rollout:
+            servers = [self._external_rollout]
+        source = {"root": str(self._store)}
+        if self._weights:
+            source = {"url": self._weights.url, "token": self._weights.token}
         addresses = {
-            "rollout": [server] if server else [],
+            "rollout": [
+                {**server, "init_info": source} if server["weight_backend"] == "safetensors" else server
+                for server in servers
+            ],
             "rewards": deployed.get("rewards", []),
             "reference": deployed.get("reference"),
             "teacher": deployed.get("teacher"),
@@ -274,7 +305,7 @@ class Supervisor:
     def _start_failure(self) -> BaseException | None:
         """What went wrong in the background while the main thread starts something else."""
         if self._rollout and self._rollout.failed:
-            self._role = RolloutRole.NAME
+            self._role = RolloutServers.NAME
             return self._rollout.failed
         if self._trainer and self._trainer.error:
             self._role = TrainerRole.NAME
@@ -290,7 +321,7 @@ class Supervisor:
         (self._run_dir / "services.json").unlink(missing_ok=True)
         rollout = None
         if self._rollout:
-            rollout = Background("the vLLM server", self._rollout.stop)
+            rollout = Background("the vLLM servers", self._rollout.stop)
             rollout.start()
         steps: list[tuple[str, Callable[[], object], float]] = []
         ray_answers = self._cluster is not None and not self._cluster.failure()
@@ -308,6 +339,8 @@ class Supervisor:
             self._finish(rollout, _ROLLOUT_STOP_S)
         if not keeper.end_descendants(grace=2.0):
             self._events.append("warning", role="agent", message="processes of the run could not be ended")
+        if self._weights:
+            self._weights.stop()
         if self._store:
             shutil.rmtree(self._store, ignore_errors=True)
         if names := leftovers.remove(before):

@@ -16,7 +16,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _SITE = Path(__file__).resolve().parent / "site"
 _GIB = 1 << 30
 #: Settings of the caller's shell that would change what the server offers or how much memory it takes.
-_DROPPED = ("VLLM_API_KEY", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE", "OTEL_TRACES_SAMPLER")
+_DROPPED = (
+    *("VLLM_API_KEY", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE", "OTEL_TRACES_SAMPLER"),
+    *("NIGHTSHIFT_WEIGHT_STORE", "NIGHTSHIFT_WEIGHT_URL", "NIGHTSHIFT_WEIGHT_CACHE"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ def server_command(
     *,
     port: int,
     token: str,
-    store: Path,
+    store: Path | None,
     device: Device = "cpu",
     cores: Sequence[int] = (),
     gpu: int | None = None,
     weight_backend: str | None = None,
+    weights_url: str | None = None,
+    cache: Path | None = None,
     otlp: str | None = None,
     max_positions: int | None = None,
     base_env: Mapping[str, str] | None = None,
@@ -61,10 +66,12 @@ def server_command(
     """Arguments and whole environment of ``vllm.entrypoints.openai.api_server`` for a job.
 
     Args:
-        store: folder of the published weights; the server takes weight files from nowhere else.
+        store: folder of the published weights; the server takes weight files from nowhere else. None: from no folder.
         cores: CPU cores that its compute threads are bound to (CPU only); empty: vLLM's own choice.
         gpu: CUDA device of the server, as this process counts them; None: the first one.
         weight_backend: "safetensors", "ipc" or "nccl"; None: what suits the device.
+        weights_url: weight server that it may fetch weight files from; None: from none.
+        cache: its own folder for fetched files; None: one below the folder for temporary files.
         otlp: ``http://host:port`` to which its spans go; None: none are made.
         max_positions: longest context of the model; None: unknown.
         base_env: environment to start from.
@@ -102,13 +109,14 @@ def server_command(
         "PYTHONPATH": ":".join(paths),
         "PYTHONUNBUFFERED": "1",
         "NIGHTSHIFT_ROLLOUT_TOKEN": token,
-        "NIGHTSHIFT_WEIGHT_STORE": str(store),
         "VLLM_SERVER_DEV_MODE": "1",  # or the pause and weight-transfer routes do not exist
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    sources = {"NIGHTSHIFT_WEIGHT_STORE": store, "NIGHTSHIFT_WEIGHT_URL": weights_url, "NIGHTSHIFT_WEIGHT_CACHE": cache}
+    env |= {name: str(value) for name, value in sources.items() if value is not None}
     if otlp:
         env |= {
             "NIGHTSHIFT_OTLP_ENDPOINT": otlp,

@@ -1,4 +1,4 @@
-"""vLLM weight-transfer engine "safetensors": new weights come from a file in the weight store.
+"""vLLM weight-transfer engine "safetensors": new weights come from a file in the weight store, or from a weight server.
 
 Phases, as vLLM calls them: ``init_transfer_engine`` once, then for each update ``start_weight_update``,
 ``update_weights`` with one whole file, ``finish_weight_update``. The file is read and checked before the model is
@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from services.rollout import weights
+from services.rollout import pull, weights
 
 logger = init_logger("vllm.nightshift")
 
@@ -35,16 +35,18 @@ STORE_VARIABLE = "NIGHTSHIFT_WEIGHT_STORE"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Body of ``init_info``."""
+    """Body of ``init_info``: a folder, or a weight server with its token."""
 
     root: str | None = None  # folder of the weight files, at or below the one the server was started with
+    url: str | None = None  # address of the weight server's folder
+    token: str = ""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Body of ``update_info``: one safetensors file with HF names."""
 
-    path: str  # relative to the root, or absolute below it
+    path: str  # relative to the root, or absolute below it; with a weight server, the name there
     bytes: int | None = None  # size of the file
     digest: str | None = None  # BLAKE3 of the file, hex
 
@@ -59,20 +61,26 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._root: Path | None = None
+        self._source: pull.Source | None = None
         self._reloading = False
         self._updated = False
         self._expected: dict[str, weights.Shape] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Takes the folder of the weight files and the model's tensor names.
+        """Takes the source of the weight files and the model's tensor names.
 
         Raises:
-            WeightFileError: the folder is outside the weight store, or none was given at the server's start.
+            WeightFileError: the folder is outside the weight store, or the weight server is none that this server may
+                fetch from.
         """
-        store = os.environ.get(STORE_VARIABLE)
-        if not store:
-            raise weights.WeightFileError(f"the server was started without {STORE_VARIABLE}")
-        self._root = weights.narrow(Path(store), init_info.root)
+        self._root = self._source = None
+        if init_info.url is not None:
+            self._source = pull.source(init_info.url, init_info.token)
+        else:
+            store = os.environ.get(STORE_VARIABLE)
+            if not store:
+                raise weights.WeightFileError(f"the server was started without {STORE_VARIABLE}")
+            self._root = weights.narrow(Path(store), init_info.root)
         self._expected = weights.model_shapes(Path(self.model_config.model))
 
     def start_weight_update(self) -> None:
@@ -92,16 +100,15 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             WeightFileError: the file is not to be loaded; the model is untouched.
             RuntimeError: loading broke off; layers hold old and new weights, so that a whole update must follow.
         """
-        if self._root is None:
-            raise weights.WeightFileError("weights were sent before init_weight_transfer_engine")
         if self._updated:
             raise weights.WeightFileError("one update takes one file, a second one was sent")
         began = time.perf_counter()
-        path = weights.confine(self._root, update_info.path)
+        path = self._file(update_info)
         header = weights.read_header(path)
         if self._expected is not None:
             weights.check_tensors(header, self._expected, tied=self._tied)
-        weights.check_content(path, update_info.bytes, update_info.digest)
+        if self._source is None:  # what was fetched was checked then
+            weights.check_content(path, update_info.bytes, update_info.digest)
         tensors = load_file(path)
         checked = time.perf_counter()
         self._updated = True
@@ -125,6 +132,14 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
+
+    def _file(self, info: UpdateInfo) -> Path:
+        if self._source is not None:
+            file = pull.remote_file({"path": info.path, "bytes": info.bytes, "digest": info.digest})
+            return pull.fetch(self._source, file, pull.cache_folder())
+        if self._root is None:
+            raise weights.WeightFileError("weights were sent before init_weight_transfer_engine")
+        return weights.confine(self._root, info.path)
 
     @property
     def _tied(self) -> bool:

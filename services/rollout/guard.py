@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from nightshift.wire.rollout import INFO, ROUTE
+from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -41,6 +41,7 @@ OPEN_ROUTES = {
 TOKEN_ROUTES = {
     ROUTE: _POST,
     INFO: _GET,
+    PREFETCH: _POST,
     "/inference/v1/generate": _POST,
     "/inference/v1/abort_requests": _POST,
     "/abort_requests": _POST,

@@ -26,6 +26,7 @@ from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError, W
 from nightshift.wire.frames import FrameReader
 from nightshift.wire.request_log import log_path as request_log_path
 from nightshift.wire.rollout import ROUTE
+from services.rollout import keeper
 from services.rollout.command import default_backend, server_command
 from services.rollout.compat import check_version, installed_version
 from services.rollout.diagnosis import diagnose
@@ -38,7 +39,8 @@ _KEEPER = Path(__file__).with_name("keeper.py")
 _PORT_RANGE = range(20000, 32000)
 _LOG_TAIL = 64 << 10
 _STOP_GRACE_S = 15.0
-_HEALTH_INTERVAL_S = 2.0
+#: Longest time for one health check.
+_HEALTH_S = 3.0
 
 
 def free_port() -> int:
@@ -97,24 +99,28 @@ class VllmServer:
         self,
         spec: JobSpec,
         *,
-        store: Path,
+        store: Path | None,
         log_path: Path,
         device: Device = "cpu",
         cores: Sequence[int] = (),
         gpu: int | None = None,
         port: int = 0,
         weight_backend: str | None = None,
+        weights_url: str | None = None,
+        cache: Path | None = None,
         otlp: str | None = None,
         name: str = "rollout-0",
     ) -> None:
         """Prepares a server for a job whose ``model.path`` is a local folder.
 
         Args:
-            store: folder of the published weights.
+            store: folder of the published weights; None: it takes none from a folder.
             log_path: file to which stdout and stderr of the server are appended.
             cores: CPU cores of all its processes (CPU only); empty: all.
             gpu: its CUDA device, as this process counts them; None: the first one.
             port: 0: a free one, chosen anew at each start.
+            weights_url: weight server that it may fetch from; None: none.
+            cache: its own folder for fetched weight files; None: one below the folder for temporary files.
 
         Raises:
             BadInputError: there is no model in the folder.
@@ -133,10 +139,11 @@ class VllmServer:
         self._gpu = gpu
         self._wanted_port = port
         self._otlp = otlp
+        self._weights_url = weights_url
+        self._cache = cache
         self._max_positions = max_positions(Path(spec.model.path))
         self._process: subprocess.Popen[bytes] | None = None
         self._dead = False
-        self._next_health = 0.0
 
     @property
     def url(self) -> str:
@@ -183,7 +190,7 @@ class VllmServer:
         self.port = self._wanted_port or free_port()
         self.token = secrets.token_urlsafe(32)
         self.incarnation = secrets.token_hex(8)
-        self._dead, self._next_health = False, 0.0
+        self._dead = False
         command = server_command(
             self._spec,
             port=self.port,
@@ -193,18 +200,20 @@ class VllmServer:
             cores=self._cores,
             gpu=self._gpu,
             weight_backend=self.weight_backend,
+            weights_url=self._weights_url,
+            cache=self._cache,
             otlp=self._otlp,
             max_positions=self._max_positions,
             base_env=os.environ,
         )
-        keeper = [sys.executable, str(_KEEPER), "--parent", str(os.getpid()), "--grace", str(_STOP_GRACE_S - 3)]
+        parent = [sys.executable, str(_KEEPER), "--parent", str(os.getpid()), "--grace", str(_STOP_GRACE_S - 3)]
         if self._cores:
-            keeper += ["--cores", ",".join(str(core) for core in self._cores)]
+            parent += ["--cores", ",".join(str(core) for core in self._cores)]
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [*keeper, "--", *command.argv],
+                [*parent, "--", *command.argv],
                 env={
                     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
                     **command.env,
@@ -254,24 +263,20 @@ class VllmServer:
             raise
 
     def alive(self) -> bool:
-        """Whether the server's processes run and its engine has not died."""
-        return self._process is not None and self._process.poll() is None and not self._engine_is_dead()
+        """Whether the server's processes run, and its engine was not dead when :meth:`answers` was last called."""
+        return self._process is not None and self._process.poll() is None and not self._dead
 
-    def _engine_is_dead(self) -> bool:
-        """Whether the API server says that its engine is gone.
+    def answers(self) -> bool:
+        """Asks the health check, for a few seconds at most: whether there was an answer of any kind.
 
-        It then ends by itself, but not while a request that the engine will never answer is still open. A server that
-        does not answer at all may only be busy: that is no sign of death.
+        An API server whose engine is gone says so, and then ends by itself, but not while a request that the engine
+        will never answer is still open. One that does not answer at all may only be busy: that is no sign of death.
         """
-        now = time.monotonic()
-        if now < self._next_health:
-            return self._dead
-        self._next_health = now + _HEALTH_INTERVAL_S
         try:
-            self._dead = httpx.get(f"{self.url}/health", timeout=1.0, trust_env=False).status_code == 503
+            self._dead = httpx.get(f"{self.url}/health", timeout=_HEALTH_S, trust_env=False).status_code == 503
         except httpx.HTTPError:
-            self._dead = False
-        return self._dead
+            return False
+        return True
 
     def failure(self) -> RoleError:
         """Why a server that is not alive ended."""
@@ -297,6 +302,11 @@ class VllmServer:
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
+
+    def kill(self) -> None:
+        """Ends all processes of the server at once, also those that are stopped and hear no other signal."""
+        if self._process is not None and self._process.poll() is None:
+            keeper.send([*keeper.descendants(self._process.pid), self._process.pid], signal.SIGKILL)
 
     def _answers(self, client: httpx.Client) -> bool:
         try:

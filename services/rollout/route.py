@@ -2,6 +2,7 @@
 
     POST /nightshift/v1/generate    a msgpack map in, frames of :mod:`nightshift.wire.frames` out
     GET  /nightshift/v1/info        what this server is and can do, JSON
+    POST /nightshift/v1/prefetch    fetches a weight file while decoding goes on, JSON
 
 vLLM's own ``/inference/v1/generate`` makes two Python objects and 140 bytes of JSON of each token; this route reads the
 same numbers from the engine client as lists and sends them as arrays. ``flush_tokens`` of a request says after how many
@@ -19,13 +20,15 @@ from collections.abc import Awaitable, Callable
 
 from nightshift.wire.errors import WireError
 from nightshift.wire.frames import CONTENT_TYPE
-from nightshift.wire.rollout import INFO, ROUTE
+from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
+from services.rollout import pull
 from services.rollout.asgi import ClientGoneError, StatusWatch, answer_json, headers_of, read_body, replay
 from services.rollout.compat import EngineClient
 from services.rollout.guard import AUTHENTICATED, App, Receive, Scope, Send
 from services.rollout.request import parse_request
 from services.rollout.request_log import AnswerWatch, RequestLogger
 from services.rollout.streams import Stream, Streams
+from services.rollout.weights import WeightFileError
 
 #: vLLM's own route for token ids.
 GENERATE = "/inference/v1/generate"
@@ -46,6 +49,7 @@ class Route:
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", ROUTE): self._generate,
             ("GET", INFO): self._info,
+            ("POST", PREFETCH): self._prefetch,
             ("POST", GENERATE): self._watch,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
@@ -78,9 +82,27 @@ class Route:
                 "weight_version": self._streams.tracker.version,
                 "incarnation": os.environ.get(INCARNATION_VARIABLE, ""),
                 "routes": engine.routes(),
-                "capabilities": engine.capabilities(),
+                "capabilities": {**engine.capabilities(), "prefetch": True},
             },
         )
+
+    async def _prefetch(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+        """Fetches the weights of the next update: the pause of the update itself holds no transfer then."""
+        try:
+            body = json.loads(await read_body(receive))
+            source = pull.source(str(body["init_info"]["url"]), str(body["init_info"].get("token", "")))
+            file = pull.remote_file(dict(body["update_info"]))
+        except ClientGoneError:
+            return
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            await answer_json(send, 400, {"error": {"code": 400, "message": f"prefetch: {error}"}})
+            return
+        try:
+            await asyncio.to_thread(pull.fetch, source, file, pull.cache_folder())
+        except (WeightFileError, OSError) as error:
+            await answer_json(send, 422, {"error": {"code": 422, "message": str(error)}})
+            return
+        await answer_json(send, 200, {"path": file.name})
 
     async def _generate(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)

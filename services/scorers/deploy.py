@@ -16,6 +16,7 @@ from ray.serve.schema import ApplicationStatus
 
 from nightshift.config import JobSpec
 from nightshift.config.rewards import PythonReward, RemoteReward
+from nightshift.config.scorers import REMOTE
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import ingress, reward_pool
@@ -133,7 +134,7 @@ def _reference_entry(spec: JobSpec, url: str) -> dict[str, Any] | None:
     if not spec.needs_reference:
         return None
     model = spec.scorers.reference.model
-    remote = model is not None and model.startswith("grpc://")
+    remote = model is not None and model.startswith(REMOTE)
     return {"url": model if remote else url, "application": "reference"}
 
 
@@ -161,7 +162,7 @@ def _teacher_entry(spec: JobSpec, url: str) -> dict[str, Any] | None:
     teacher = spec.scorers.teacher
     if teacher is None or not spec.needs_teacher:
         return None
-    return {"url": teacher.model if teacher.model.startswith("grpc://") else url, "application": "teacher"}
+    return {"url": teacher.model if teacher.model.startswith(REMOTE) else url, "application": "teacher"}
 
 
 def _teacher(spec: JobSpec, otlp: str | None, run_id: str) -> _Application:

@@ -7,6 +7,7 @@ from typing import Self
 
 from nightshift.config import JobSpec
 from nightshift.gpu import Placement
+from nightshift.transfer import weight_backend, weight_transfer
 from nightshift.wire.errors import BadInputError
 
 
@@ -114,8 +115,7 @@ class RankConfig:
             threads=trainer.threads,
             device=device,
             rollout_dtype=spec.rollout.dtype,
-            # A server that somebody else runs may be on another machine, which a CUDA handle does not reach.
-            weight_backend="ipc" if cuda and spec.rollout.url is None else "safetensors",
+            weight_backend=weight_backend(weight_transfer(spec, "cuda" if cuda else "cpu")),
             deterministic=spec.pipeline.deterministic or not cuda,
             compile=cuda if trainer.compile is None else trainer.compile,
             gpus=gpus.trainer if gpus and cuda else (),

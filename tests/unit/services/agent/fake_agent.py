@@ -20,8 +20,9 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 class Server:
     """A server that is a sleeping process."""
 
-    def __init__(self, scenario):
+    def __init__(self, scenario, name="rollout-0"):
         self.scenario = scenario
+        self.name = name
         self.starts = 0
         self.process = None
 
@@ -39,6 +40,9 @@ class Server:
     def alive(self):
         return self.process.poll() is None
 
+    def answers(self):
+        return True
+
     def failure(self):
         return RoleError(f"ended by signal {-self.process.poll()}", role="rollout")
 
@@ -46,9 +50,12 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def kill(self):
+        self.process.kill()
+
     def entry(self):
         return {
-            "name": "rollout-0",
+            "name": self.name,
             "url": "http://x",
             "token": "secret",
             "incarnation": str(self.starts),
@@ -92,7 +99,7 @@ class FakeParts(Parts):
 
     def server(self, spec, **arguments):
         self.log(f"store exists: {arguments['store'].is_dir()}")
-        return Server(self.scenario)
+        return Server(self.scenario, arguments["name"])
 
     def cluster(self, spec, run_dir, environment, gpus):
         parts = self

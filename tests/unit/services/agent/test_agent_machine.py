@@ -9,7 +9,7 @@ import pytest
 from nightshift.config.job import JobSpec
 from nightshift.config.resources import ResourcesConfig
 from nightshift.wire.errors import BadInputError
-from services.agent.machine import allot_cores, check_store_room
+from services.agent.machine import allot_cores, check_store_room, split_cores
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,26 @@ def test_a_store_without_room_is_refused_with_the_sizes(tmp_path, monkeypatch):
     free["value"] -= 1
     with pytest.raises(BadInputError, match=r"has 11 MiB free.*need 12 MiB.*resources\.weight_store"):
         check_store_room(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("available", "servers", "rollout", "trainer"),
+    [([0, 1], 2, (0,), (1,)), ([0, 1, 2], 2, (0, 1), (2,)), ([0, 1, 2, 3], 2, (0, 1), (2,)), ([0], 3, (0,), (0,))],
+)
+def test_servers_get_cores_of_their_own_as_long_as_the_trainer_has_one(available, servers, rollout, trainer):
+    cores = allot_cores(ResourcesConfig(), "cpu", available, servers)
+    assert (cores.rollout, cores.trainer) == (rollout, trainer)
+
+
+@pytest.mark.parametrize(
+    ("cores", "servers", "shares"),
+    [
+        ((0, 1, 2, 3, 4), 2, [(0, 1), (2, 3, 4)]),
+        ((4,), 3, [(4,), (4,), (4,)]),
+        ((4, 6), 3, [(4,), (6,), (4,)]),
+        ((), 2, [(), ()]),
+        ((1, 2), 1, [(1, 2)]),
+    ],
+)
+def test_cores_are_split_among_the_servers(cores, servers, shares):
+    assert split_cores(cores, servers) == shares

@@ -6,6 +6,7 @@ import pytest
 
 from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import RoleError
+from services.agent.pulse import Pulse
 from services.agent.rollout_role import RolloutRole
 
 
@@ -17,6 +18,7 @@ class FakeServer:
         self.stops = 0
         self.up = False
         self.outcome = None
+        self.kills = 0
         self.decided = threading.Event()
 
     def spawn(self):
@@ -33,6 +35,9 @@ class FakeServer:
     def alive(self):
         return self.up
 
+    def answers(self):
+        return True
+
     def failure(self):
         return RoleError("killed", role="rollout", fix="look")
 
@@ -40,8 +45,29 @@ class FakeServer:
         self.stops += 1
         self.up = False
 
+    def kill(self):
+        self.kills += 1
+
     def entry(self):
-        return {"incarnation": str(self.starts)}
+        return {"name": "rollout-0", "incarnation": str(self.starts)}
+
+
+class FakePulse:
+    """Says how long the server has been silent as the test wants it."""
+
+    def __init__(self, ask):
+        self.ask = ask
+        self.silent = 0.0
+        self.running = False
+
+    def start(self):
+        self.running = True
+
+    def stop(self):
+        self.running = False
+
+    def silent_s(self):
+        return self.silent
 
 
 class Scene:
@@ -49,7 +75,21 @@ class Scene:
         self.server = FakeServer()
         self.events = []
         self.woken = threading.Event()
-        self.role = RolloutRole(self.server, self.report, self.woken.set, RestartPolicy())
+        self.wanted = {}
+        self.pulses = []
+        self.role = RolloutRole(
+            self.server,
+            self.report,
+            self.woken.set,
+            RestartPolicy(),
+            stall_timeout_s=20.0,
+            asked=lambda entry: self.wanted.pop(entry["incarnation"], None),
+            pulse=self.pulse,
+        )
+
+    def pulse(self, ask):
+        self.pulses.append(FakePulse(ask))
+        return self.pulses[-1]
 
     def report(self, role, state, *, detail="", fix="", seconds=None):
         self.events.append((state, detail, seconds))
@@ -96,7 +136,7 @@ def test_a_dead_server_is_started_again_after_a_pause_with_a_new_address(scene):
     scene.role.tick(501.0)
     assert scene.server.starts == 2
     assert scene.decide(2.0, 503.0)
-    assert scene.server.entry() == {"incarnation": "2"}
+    assert scene.server.entry()["incarnation"] == "2"
 
 
 def test_three_early_deaths_end_it_whether_ready_or_not(scene):
@@ -120,3 +160,75 @@ def test_a_start_that_was_stopped_reports_nothing_more(scene):
     scene.server.decided.set()
     assert not scene.woken.wait(0.2)
     assert scene.role.failed is None
+
+
+def test_a_silent_server_is_killed_and_started_again(scene):
+    scene.role.begin(0.0)
+    scene.decide(1.0, 1.0)
+    (pulse,) = scene.pulses
+    assert pulse.running
+    assert pulse.ask()
+    pulse.silent = 20.0
+    assert not scene.role.tick(100.0)
+    assert scene.server.kills == 0
+    pulse.silent = 20.5
+    scene.role.tick(101.0)
+    assert scene.server.kills == 1
+    assert not pulse.running
+    assert scene.events[-1] == (
+        "restarting",
+        "vLLM server rollout-0 hangs: its health check had no answer for 20 s",
+        1.0,
+    )
+    scene.role.tick(102.0)
+    assert scene.server.starts == 2
+    assert scene.decide(1.0, 103.0)
+    assert scene.pulses[1].running
+    assert not scene.role.tick(104.0)
+
+
+def test_a_server_that_somebody_wants_started_again_is(scene):
+    scene.role.begin(0.0)
+    scene.decide(1.0, 1.0)
+    scene.wanted["0"] = "an earlier start"
+    scene.role.tick(99.0)
+    scene.wanted["1"] = "drew no token for 120 s with 4 requests"
+    scene.role.tick(100.0)
+    assert scene.server.kills == 1
+    assert "hangs: drew no token" in scene.events[-1][1]
+    scene.role.tick(101.0)
+    assert scene.server.starts == 2
+
+
+def test_a_server_that_hangs_again_and_again_ends_it(scene):
+    def hang(at):
+        scene.decide(1.0, at)
+        scene.wanted[str(scene.server.starts)] = "stuck"
+        scene.role.tick(at + 1.0)
+
+    scene.role.begin(0.0)
+    hang(0.0)
+    scene.role.tick(10.0)
+    hang(10.0)
+    scene.role.tick(20.0)
+    with pytest.raises(RoleError, match=r"ended 3 times .* last so: vLLM server rollout-0 hangs"):
+        hang(20.0)
+
+
+def test_a_pulse_counts_from_the_last_answer():
+    times = iter([0.0, 5.0, 5.0, 30.0])
+    answers = iter([True, False])
+    asked = threading.Event()
+
+    def ask():
+        answer = next(answers, None)
+        if answer is None:
+            asked.set()
+        return bool(answer)
+
+    pulse = Pulse(ask, clock=lambda: next(times), period_s=0.001)
+    pulse.start()
+    assert asked.wait(10)
+    pulse.stop()
+    assert pulse.silent_s() == 0.0  # the clock stands at the time of the one answer
+    assert pulse.silent_s() == 25.0

@@ -1,0 +1,50 @@
+"""How the weights of a job travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nightshift.config import JobSpec
+from nightshift.transfer import weight_backend, weight_transfer
+from nightshift.wire.errors import BadInputError
+
+
+def spec(**rollout: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "t",
+            "model": {"path": "m"},
+            "data": {"train_files": ["a"]},
+            "rewards": [{"function": "r.py:f"}],
+            "rollout": rollout,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "device", "expected"),
+    [
+        ({}, "cpu", "shared_memory"),
+        ({}, "cuda", "ipc"),
+        ({"servers": 2}, "cuda", "shared_memory"),
+        ({"url": "http://127.0.0.1:8000"}, "cuda", "shared_memory"),
+        ({"url": "http://gpu-7:8000"}, "cpu", "http"),
+        ({"url": "http://gpu-7:8000", "weight_transfer": "shared_memory"}, "cpu", "shared_memory"),
+        ({"weight_transfer": "http"}, "cuda", "http"),
+        ({"weight_transfer": "ipc"}, "cuda", "ipc"),
+    ],
+)
+def test_auto_takes_the_shortest_way_that_reaches_the_server(rollout: Any, device: Any, expected: str) -> None:
+    transfer = weight_transfer(spec(**rollout), device)
+    assert transfer == expected
+    assert weight_backend(transfer) == ("ipc" if expected == "ipc" else "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "device"), [({}, "cpu"), ({"servers": 2}, "cuda"), ({"url": "http://127.0.0.1:1"}, "cuda")]
+)
+def test_ipc_where_no_handle_reaches_is_refused(rollout: Any, device: Any) -> None:
+    with pytest.raises(BadInputError, match="weight_transfer is ipc, which needs one server"):
+        weight_transfer(spec(weight_transfer="ipc", **rollout), device)
