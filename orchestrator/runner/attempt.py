@@ -4,6 +4,7 @@ pipeline.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from nightshift.config import JobSpec
 from nightshift.data import PromptSet, Tokenizer
 from nightshift.wire.errors import RoleError
 from nightshift.wire.events import EventLog
+from nightshift.wire.restart_request import ask_restart
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
@@ -20,15 +22,18 @@ from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.critic import Critic
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.exporter import Exporter
-from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.fleet import Fleet, Limits
+from orchestrator.runner.frozen import FrozenModel, TokenScorer
 from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
 from orchestrator.runner.inputs import Inputs, make_cursor, steps_sentence
 from orchestrator.runner.ledger import GroupState
 from orchestrator.runner.live import LiveSettings
 from orchestrator.runner.pipeline import Pipeline
+from orchestrator.runner.refill import Refill
 from orchestrator.runner.rollouts import drop_rollouts_after
 from orchestrator.runner.scorer import ScorerClient
+from orchestrator.runner.server import Proof
 from orchestrator.runner.services import ScorerAddress, Services, TrainerAddress, read_services
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.start import Start, take_up
@@ -110,13 +115,15 @@ class Attempt:
             replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
         )
         self._closing.append(trainer)
-        rewards, models = self._scorers(services)
+        rewards, models, critic_client = self._scorers(services)
         self._closing += [client for _, _, client in rewards] + list(models.values())
-        await self._check_roles(trainer, rewards, models, inputs.tokenizer)
+        self._closing += [critic_client] if critic_client else []
+        scoring: dict[str, TokenScorer] = {**models, **({"critic": critic_client} if critic_client else {})}
+        vocabulary = await self._check_roles(trainer, rewards, scoring, inputs.tokenizer)
         await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
-        critic = await self._load_critic(address, models.get("critic"))
+        critic = await self._load_critic(address, critic_client)
 
-        fleet = self._fleet(services, train)
+        fleet = self._fleet(services, train, vocabulary)
         self._closing.append(fleet)
         spool = Spool(self.run_dir / "spool")
         runner = GroupRunner(
@@ -128,7 +135,7 @@ class Attempt:
             models.get("reference"),
             tracing,
             teacher=models.get("teacher"),
-            critic=models.get("critic"),
+            critic=critic_client,
         )
         resumed = await take_up(books, spool, start, train, tracing)
         cursor = make_cursor(spec, train)
@@ -229,7 +236,10 @@ class Attempt:
         await critic.load(state_dir, str(self._start.lineage.version(step)))
         return critic
 
-    def _scorers(self, services: Services) -> tuple[list[tuple[str, float, ScorerClient]], dict[str, ScorerClient]]:
+    def _scorers(
+        self, services: Services
+    ) -> tuple[list[tuple[str, float, ScorerClient]], dict[str, TokenScorer], ScorerClient | None]:
+        """Clients of the rewards, of the frozen models by role, and of the critic."""
         scorers, pipeline = self.spec.scorers, self.spec.pipeline
 
         def client(role: str, address: ScorerAddress, sample_s: float = 0.0) -> ScorerClient:
@@ -247,21 +257,29 @@ class Attempt:
                 batch_wait_s=scorers.batch_wait_ms / 1000,
             )
 
+        def model(role: str, address: ScorerAddress) -> TokenScorer:
+            if not address.url.startswith(("http://", "https://")):
+                return client(role, address)
+            token = os.environ.get(f"NIGHTSHIFT_{role.upper()}_TOKEN", "")
+            return FrozenModel(role, address.url, token, timeout_s=scorers.timeout_s, away_s=pipeline.role_timeout_s)
+
         # Samples that hang are replaced within their limit; steadily slow ones may take it one after the other.
         rewards = [
             (address.name, reward.weight, client("reward", address, reward.timeout_s))
             for address, reward in zip(services.rewards, self.spec.rewards, strict=True)
         ]
-        models = {"reference": services.reference, "teacher": services.teacher, "critic": services.critic}
-        return rewards, {role: client(role, address) for role, address in models.items() if address is not None}
+        frozen = {"reference": services.reference, "teacher": services.teacher}
+        models = {role: model(role, address) for role, address in frozen.items() if address is not None}
+        return rewards, models, client("critic", services.critic) if services.critic is not None else None
 
     async def _check_roles(
         self,
         trainer: TrainerClient,
         rewards: Sequence[tuple[str, float, ScorerClient]],
-        models: dict[str, ScorerClient],
+        models: dict[str, TokenScorer],
         tokenizer: Tokenizer,
-    ) -> None:
+    ) -> int:
+        """Checks that the roles fit together; the number of the policy's tokens."""
         described = await trainer.describe()
         if described.vocab_size < tokenizer.vocab_size:
             raise RoleError(
@@ -269,16 +287,17 @@ class Attempt:
             )
         for _, _, client in rewards:
             await client.describe()
-        for role, client in models.items():
-            answer = await client.describe()
+        for role, scorer in models.items():
+            answer = await scorer.describe()
             if answer.vocab_size and answer.vocab_size != described.vocab_size:
                 raise RoleError(
                     f"the {role} has {answer.vocab_size} tokens, the policy {described.vocab_size}",
                     role=role,
                     fix=f"The {role} must use the policy's vocabulary",
                 )
+        return int(described.vocab_size)
 
-    def _fleet(self, services: Services, train: PromptSet) -> Fleet:
+    def _fleet(self, services: Services, train: PromptSet, vocabulary: int) -> Fleet:
         rollout, pipeline = self.spec.rollout, self.spec.pipeline
 
         def refresh() -> Any:
@@ -289,15 +308,21 @@ class Attempt:
             services.rollout,
             events=self.events,
             refresh=refresh,
-            probe_inputs=_probe(train),
-            limits=PROBE_LIMITS[rollout.dtype],
-            request_timeout_s=rollout.request_timeout_s,
-            away_s=pipeline.role_timeout_s,
-            retries=pipeline.retries,
-            drain=pipeline.weight_update == "drain",
-            # A rest that another server draws is no function of the seed.
-            flush_tokens=0 if pipeline.deterministic else rollout.flush_tokens,
-            max_staleness=pipeline.max_staleness,
+            proof=Proof(
+                _probe(train), PROBE_LIMITS[rollout.dtype], "wait" if pipeline.weight_update == "drain" else "keep"
+            ),
+            limits=Limits(
+                request_timeout_s=rollout.request_timeout_s,
+                away_s=pipeline.role_timeout_s,
+                stall_timeout_s=rollout.stall_timeout_s,
+                retries=pipeline.retries,
+                # A rest that another server draws is no function of the seed.
+                flush_tokens=0 if pipeline.deterministic else rollout.flush_tokens,
+                max_staleness=pipeline.max_staleness,
+                vocabulary=vocabulary,
+            ),
+            refill=Refill(rollout.n, adaptive=rollout.refill == "adaptive" and not pipeline.deterministic),
+            ask_restart=lambda address, cause: ask_restart(self.run_dir, address.name, address.incarnation, cause),
         )
 
     def _summarise(self, stepper: Stepper) -> None:

@@ -10,7 +10,7 @@ from nightshift.wire.rollout import INFO, is_supported, parse_version, supported
 
 GENERATE = "/inference/v1/generate"
 #: Since this version vLLM itself says which weights sampled which token.
-_SPANS_SINCE = (0, 32)
+SPANS_SINCE = (0, 32)
 
 _MIDDLEWARE = "Start it with --middleware services.rollout.route.Route --middleware services.rollout.guard.Guard"
 
@@ -22,10 +22,12 @@ class Capabilities:
     Attributes:
         vllm: its version as it says it.
         route: whether our own route is there; otherwise vLLM's JSON is used.
+        prefetch: whether it fetches weight files ahead of an update.
     """
 
     vllm: str
     route: bool
+    prefetch: bool = False
 
 
 def from_info(name: str, info: dict[str, Any]) -> Capabilities:
@@ -52,7 +54,7 @@ def from_info(name: str, info: dict[str, Any]) -> Capabilities:
         raise _lacks(name, "weight versions from several API servers", "Start it with --api-server-count 1")
     if GENERATE not in routes:
         raise _lacks(name, f"{GENERATE}, which scores the probe", "Start it with --enable-scale-out")
-    return Capabilities(version, route=True)
+    return Capabilities(version, route=True, prefetch=bool(found.get("prefetch")))
 
 
 def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabilities:
@@ -72,7 +74,7 @@ def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabili
         raise _lacks(name, "/pause and /update_weights", "Set VLLM_SERVER_DEV_MODE=1 in its environment")
     if GENERATE in missing:
         raise _lacks(name, GENERATE, "Start it with --enable-scale-out")
-    if "/weight_info" in missing or parse_version(version) < _SPANS_SINCE:
+    if "/weight_info" in missing or parse_version(version) < SPANS_SINCE:
         raise _lacks(name, f"weight versions of its tokens (vLLM {version})", _MIDDLEWARE)
     return Capabilities(version, route=False)
 

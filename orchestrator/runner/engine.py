@@ -6,8 +6,8 @@ import asyncio
 import functools
 import ssl
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from nightshift.wire import codec
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import Floats, Ids
-from nightshift.wire.rollout import INFO, ROUTE
+from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
 from orchestrator.runner.answers import (
     EngineAwayError,
     EngineLateError,
@@ -30,10 +30,13 @@ from orchestrator.runner.answers import (
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
+from orchestrator.runner.load import Load, parse_load
 
 #: Idle connections are closed before the server, which does so after 5 s, can close them under a request.
 _KEEPALIVE_S = 2.0
 _ADMIN_TIMEOUT_S = 60.0
+#: A whole model may have to come over a network.
+_FETCH_TIMEOUT_S = 900.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ADMIN_CONNECTIONS = 8
 #: What a server says that it holds after an update that was broken off.
@@ -50,6 +53,7 @@ class EngineAddress:
     incarnation: str
     weight_backend: str = "safetensors"
     init_info: dict[str, Any] = field(default_factory=dict)
+    managed: bool = False  # whether the agent of this run started it, and can start it again
 
 
 class Engine:
@@ -67,6 +71,8 @@ class Engine:
         self.capabilities: Capabilities | None = None
         self._timeout_s = request_timeout_s
         self._flush_tokens = flush_tokens
+        self._open: set[asyncio.Timeout] = set()
+        self._broken = ""
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
         self._frames = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"})
         self._samples = self._client(None)
@@ -91,6 +97,12 @@ class Engine:
         await self._frames.close()
         await self._samples.aclose()
         await self._http.aclose()
+
+    def break_off(self, cause: str) -> None:
+        """Gives up all requests for samples at once, with this cause; what came in of them is kept by who sent them."""
+        self._broken = cause
+        for timeout in self._open:
+            timeout.reschedule(asyncio.get_running_loop().time())
 
     async def connect(self) -> Capabilities:
         """Finds out what the server can do, once.
@@ -136,15 +148,19 @@ class Engine:
         if request.traceparent:
             headers["traceparent"] = request.traceparent
         body = {"token_ids": request.prompt_ids.tolist(), "sampling_params": sampling}
-        answer = await self._call(
-            "POST",
-            GENERATE,
-            body=body,
-            headers=headers,
-            timeout_s=self._timeout_s,
-            on_sent=on_sent,
-            client=self._samples,
-        )
+        try:
+            async with self._deadline():
+                answer = await self._call(
+                    "POST",
+                    GENERATE,
+                    body=body,
+                    headers=headers,
+                    timeout_s=2 * self._timeout_s,
+                    on_sent=on_sent,
+                    client=self._samples,
+                )
+        except TimeoutError as error:
+            raise self._late(GENERATE, None) from error
         return parse_generated(answer, request.request_id)
 
     async def _draw(self, request: GenerateRequest, on_sent: Callable[[], None] | None) -> Generated:
@@ -163,10 +179,10 @@ class Engine:
         headers = {"Content-Type": "application/msgpack"}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
-        name, collector = self.address.name, Collector(request.request_id)
+        collector = Collector(request.request_id)
         try:
             async with (
-                asyncio.timeout(self._timeout_s),
+                self._deadline(),
                 self._frames.post(ROUTE, codec.pack(body), headers, on_sent) as answer,
             ):
                 if answer.status != 200:
@@ -174,12 +190,26 @@ class Engine:
                 async for data in answer.chunks():
                     collector.feed(data)
         except TimeoutError as error:
-            raise EngineLateError(
-                f"{name} did not answer {ROUTE} within {self._timeout_s:g} s", partial=collector.partial()
-            ) from error
+            raise self._late(ROUTE, collector.partial()) from error
         except ConnectionLostError as error:
             raise self._away(error, collector.partial()) from error
         return collector.finish()
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """The time of one request, which :meth:`break_off` cuts short."""
+        async with asyncio.timeout(self._timeout_s) as timeout:
+            self._open.add(timeout)
+            try:
+                yield
+            finally:
+                self._open.discard(timeout)
+
+    def _late(self, path: str, partial: Generated | None) -> EngineLateError:
+        name = self.address.name
+        if self._broken:
+            return EngineLateError(f"{name} was given up: {self._broken}", partial=partial)
+        return EngineLateError(f"{name} did not answer {path} within {self._timeout_s:g} s", partial=partial)
 
     async def score(self, prompt_ids: Ids, response_ids: Ids) -> Floats:
         """Log-probs [T] of the response tokens under the server's weights, at temperature 1."""
@@ -201,6 +231,14 @@ class Engine:
             return (await self._http.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
+
+    async def load(self) -> Load | None:
+        """What the server says of its load; None where it says nothing that can be read."""
+        try:
+            answer = await self._http.get("/metrics", timeout=5.0)
+        except httpx.HTTPError:
+            return None
+        return parse_load(answer.text) if answer.status_code == 200 else None
 
     async def weight_version(self) -> str:
         """The version that the server says it holds."""
@@ -227,12 +265,18 @@ class Engine:
     async def push(self, update_info: dict[str, Any], version: str, *, mode: str = "keep") -> float:
         """Takes new weights under running requests; returns the seconds for which decoding stood still.
 
+        Weights that come by HTTP are fetched before the pause where the server can do that.
+
         After any failure the server is resumed with the weights it has, so that nothing waits for ever; whether they
         may be used is for the caller's probe to say.
 
         Raises:
             RoleError: a phase failed; the message names it.
         """
+        self._broken = ""
+        if "url" in self.address.init_info and (await self.connect()).prefetch:
+            body = {"init_info": self.address.init_info, "update_info": update_info}
+            await self._call("POST", PREFETCH, body=body, timeout_s=_FETCH_TIMEOUT_S)
         began = time.perf_counter()
         await self.pause(mode)
         try:

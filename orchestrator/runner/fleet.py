@@ -1,4 +1,4 @@
-"""The rollout servers of a run: which may be used, which weights they hold, and requests that outlive one of them."""
+"""The rollout servers of a run as one: requests that outlive a server, and weights that reach all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.events import EventLog
-from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import (
     EngineAwayError,
     EngineRefusedError,
@@ -21,42 +18,55 @@ from orchestrator.runner.answers import (
     GenerateRequest,
     InvalidAnswerError,
 )
-from orchestrator.runner.engine import Engine, EngineAddress
-from orchestrator.runner.health import Health, ProbeLimits, probe_failure
+from orchestrator.runner.engine import EngineAddress
+from orchestrator.runner.health import ServerState
 from orchestrator.runner.prefix import completed, join, rest
+from orchestrator.runner.published import Published
+from orchestrator.runner.refill import Refill
+from orchestrator.runner.roster import Roster
+from orchestrator.runner.server import Proof, Server
 from orchestrator.runner.trainer import Publication
+from orchestrator.runner.turnstile import Turnstile
+from orchestrator.runner.watcher import Watcher
 
-#: Seconds between two looks at the servers.
-_LOOK_S = 0.5
+#: States in which a publication does not wait for a server: the watcher brings it to the weights when it is back.
+_AWAY = (ServerState.DEAD, ServerState.RESTARTING)
+#: Time that is left to the other servers once the first one holds the weights: so many times what that one took.
+_GRACE, _LEAST_GRACE_S = 3.0, 5.0
 
 
-class Server:
-    """One server and what the run knows of it."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the requests of a run.
 
-    def __init__(self, address: EngineAddress, request_timeout_s: float, flush_tokens: int = 0) -> None:
-        self.engine = Engine(address, request_timeout_s, flush_tokens)
-        self.health = Health()
-        self.running = 0
-        self.initialised = False
-        self.error = ""  # why it was last left out
+    Attributes:
+        request_timeout_s: longest time for one response.
+        away_s: longest time for which there may be no server.
+        stall_timeout_s: without a token, although requests run, above which a server hangs.
+        retries: attempts after the first that may be answered with something unusable.
+        flush_tokens: tokens after which servers send a part of a response. What came in of one that broke off is kept,
+            and only the rest is drawn again; 0: responses are drawn whole or not at all.
+        max_staleness: versions between a kept token and the published weights, above which it is not kept; None: any.
+        vocabulary: tokens of the policy; None: unknown.
+    """
 
-    @property
-    def name(self) -> str:
-        """Name in logs and metrics."""
-        return self.engine.address.name
+    request_timeout_s: float
+    away_s: float
+    stall_timeout_s: float = 120.0
+    retries: int = 3
+    flush_tokens: int = 0
+    max_staleness: int | None = None
+    vocabulary: int | None = None
 
 
 class Fleet:
     """Routes requests to the least loaded healthy server, and keeps every server on the published weights.
 
     Args:
-        probe_inputs: sequences whose log-probs prove that weights arrived.
-        limits: how near server and trainer must be on them.
-        refresh: reads the current addresses; a changed incarnation is a restarted server.
-        drain: wait for running requests before a push, instead of updating under them.
-        flush_tokens: tokens after which servers send a part of a response. What came in of one that broke off is kept,
-            and only the rest is drawn again; 0: responses are drawn whole or not at all.
-        max_staleness: versions between a kept token and the published weights, above which it is not kept; None: any.
+        refresh: reads the current addresses; a changed incarnation is a restarted server, one that is missing has left.
+        proof: how a server proves that weights arrived.
+        refill: how many requests the servers get at once.
+        ask_restart: asks for another start of a server that hangs, with the reason.
     """
 
     def __init__(
@@ -65,68 +75,82 @@ class Fleet:
         *,
         events: EventLog,
         refresh: Callable[[], list[EngineAddress] | None],
-        probe_inputs: list[SequenceInput],
-        limits: ProbeLimits,
-        request_timeout_s: float,
-        away_s: float,
-        retries: int,
-        drain: bool = False,
-        flush_tokens: int = 0,
-        max_staleness: int | None = None,
+        proof: Proof,
+        limits: Limits,
+        refill: Refill | None = None,
+        ask_restart: Callable[[EngineAddress, str], None] = lambda address, cause: None,
     ) -> None:
         self._events = events
-        self._refresh = refresh
-        self._probe_inputs = probe_inputs
+        self._proof = proof
         self._limits = limits
-        self._request_timeout_s = request_timeout_s
-        self._away_s = away_s
-        self._retries = retries
-        self._mode = "wait" if drain else "keep"
-        self._flush_tokens = flush_tokens
-        self._max_staleness = max_staleness
-        self._servers = {address.name: Server(address, request_timeout_s, flush_tokens) for address in addresses}
-        self._published: Publication | None = None
-        self._versions: dict[str, int] = {}  # published by this process, in their order
-        self._previous_probe: np.ndarray | None = None
+        self._refill = refill or Refill(1)
+        self._published = Published()
+        self._turnstile = Turnstile()
+        self._limit: int | None = None  # of the windows, at the last look
+
+        def make(address: EngineAddress) -> Server:
+            return Server(address, limits.request_timeout_s, limits.flush_tokens, limits.stall_timeout_s)
+
+        self._roster = Roster(addresses, make, events, self._refill.forget)
+        self._watcher = Watcher(
+            self._roster,
+            self._published,
+            proof,
+            self._refill,
+            events,
+            refresh=refresh,
+            ask_restart=ask_restart,
+            changed=self._notify,
+            held=lambda: self._turnstile.shut,
+        )
         self._changed = asyncio.Condition()
-        self._watcher: asyncio.Task[None] | None = None
-        self._push_lock = asyncio.Lock()
         self._rejected: Counter[str] = Counter()
         self._kept_tokens = 0
-        self._turnstile: asyncio.Lock | None = None
-        self._sent = 0
+        self._late: set[asyncio.Task[float]] = set()
+        #: Is told when there may be room for further groups.
+        self.on_room: Callable[[], Awaitable[None]] | None = None
 
     @property
     def running(self) -> int:
         """Requests on all servers."""
-        return sum(server.running for server in self._servers.values())
+        return sum(server.running for server in self._roster)
 
     @property
     def servers(self) -> list[Server]:
         """All servers known now."""
-        return list(self._servers.values())
+        return list(self._roster)
 
-    def take_rejected(self) -> Counter[str]:
-        """Answers that were refused since the last call, by kind."""
+    def room(self, groups: int) -> int | None:
+        """Prompt groups that may start beside those that are being drawn, by what the servers say of themselves.
+
+        None: there is no limit.
+        """
+        return None if self._limit is None else max(0, self._limit - groups)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the requests since the last call, and of the servers as they are."""
         rejected, self._rejected = self._rejected, Counter()
-        return rejected
-
-    def take_kept(self) -> int:
-        """Tokens of responses that broke off and were kept, since the last call."""
         kept, self._kept_tokens = self._kept_tokens, 0
-        return kept
+        usable = [server.name for server in self._roster.usable]
+        return {
+            "rollout/kept_tokens": float(kept),
+            **{f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()},
+            "rollout/servers": float(len(self.servers)),
+            "rollout/servers_usable": float(len(usable)),
+            **self._refill.metrics(usable),
+        }
 
     def start(self) -> None:
-        """Begins to watch for restarted servers."""
-        self._watcher = asyncio.create_task(self._watch())
+        """Begins to look after the servers."""
+        self._watcher.start()
 
     async def close(self) -> None:
-        """Stops watching and closes all connections."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        for server in self._servers.values():
-            await server.engine.close()
+        """Stops looking and closes all connections."""
+        await self._watcher.close()
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
+        await self._roster.close()
 
     async def generate(
         self, request: GenerateRequest, retry_span: Callable[[int], AbstractContextManager[str]] | None = None
@@ -145,40 +169,38 @@ class Fleet:
             EngineRefusedError: the request itself is refused.
             RoleTimeoutError: no server for as long as a role may be away.
         """
-        deadline = time.monotonic() + self._away_s
+        deadline = time.monotonic() + self._limits.away_s
         attempt, pause = 0, 0.1
         prefix: Generated | None = None
         while True:
             server = await self._acquire(deadline)
             if prefix is not None and self._too_old(prefix):
                 prefix = None
-            server.running += 1
             span = retry_span(attempt) if retry_span and attempt else nullcontext(request.traceparent)
             held = server.health.version
             try:
-                with span as traceparent:
+                with server.work(), span as traceparent:
                     part = rest(request, prefix)
                     named = replace(part, request_id=f"{part.request_id}.{attempt}", traceparent=traceparent)
-                    return join(prefix, await self._send(server, named))
+                    answer = await self._turnstile.generate(server.engine, named)
+                    return join(prefix, self._check(server, answer, held))
             except EngineRefusedError:
                 if prefix is None:
                     raise
                 prefix = None  # a context that is full, for instance: the whole is asked for once more
             except InvalidAnswerError as error:
                 self._rejected[error.kind] += 1
-                if attempt >= self._retries:
+                if attempt >= self._limits.retries:
                     raise
                 prefix = self._keep(prefix, error.partial, held)
             except (EngineAwayError, RoleTimeoutError) as error:
-                self._suspect(server, error)
+                self._watcher.suspect(server, error)
                 prefix = self._keep(prefix, getattr(error, "partial", None), held)
                 if time.monotonic() + pause > deadline:
                     raise RoleTimeoutError(
-                        f"{request.request_id} had no answer for {self._away_s:g} s; last: {error.message}",
+                        f"{request.request_id} had no answer for {self._limits.away_s:g} s; last: {error.message}",
                         role="rollout",
                     ) from error
-            finally:
-                server.running -= 1
             if prefix is not None and (whole := completed(request, prefix)) is not None:
                 return whole
             attempt += 1
@@ -194,23 +216,50 @@ class Fleet:
         Raises:
             RoleError: the weights did not arrive on any server.
         """
-        async with self._push_lock:
-            self._previous_probe = _values(self._published) if self._published else None
-            self._published = publication
-            self._versions.setdefault(publication.version, len(self._versions))
-            servers = self.servers
-            results = await asyncio.gather(*(self._bring(server) for server in servers), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if unexpected := next((error for error in errors if not isinstance(error, NightshiftError)), None):
+        self._published.add(publication)
+        # One that is being brought to older weights just now is brought to these by the watcher, after that.
+        servers = [s for s in self._roster if s.health.state not in _AWAY and not s.pushing.locked()]
+        pushes = {asyncio.create_task(self._bring(server, publication)): server for server in servers}
+        try:
+            await self._wait_for_pushes(set(pushes))
+        except BaseException:  # whoever asked for the push does not want it any more
+            for task in pushes:
+                task.cancel()
+            await asyncio.gather(*pushes, return_exceptions=True)
+            raise
+        failed = {pushes[task]: error for task in pushes if task.done() and (error := task.exception())}
+        if unexpected := next((error for error in failed.values() if not isinstance(error, NightshiftError)), None):
             raise unexpected
-        if len(errors) < len(results):
-            for error in errors:
-                self._events.append("warning", role="rollout", message=f"left out until it holds the weights: {error}")
-            return max(result for result in results if isinstance(result, float))
-        for server, error in zip(servers, errors, strict=True):
-            if not await self._went_away(server, error):
-                raise error
-        return await self._wait_for_return(publication, errors[0])
+        pauses = [task.result() for task in pushes if task.done() and not task.exception()]
+        late = [server for task, server in pushes.items() if not task.done()]
+        if pauses:
+            for server, cause in {**failed, **dict.fromkeys(late, "it takes longer than the others")}.items():
+                message = f"{server.name} is left out until it holds the weights: {cause}"
+                self._events.append("warning", role="rollout", message=message)
+            return max(pauses)
+        away = [error for server, error in failed.items() if await self._went_away(server, error)]
+        if failed and not away:
+            raise next(iter(failed.values()))
+        return await self._wait_for_return(publication, str(away[0]) if away else "all servers are away")
+
+    async def _wait_for_pushes(self, pushes: set[asyncio.Task[float]]) -> None:
+        """Waits for all of them; once one has succeeded, only for a while: the others go on beside what follows."""
+        began, running = time.monotonic(), pushes
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if any(not task.exception() for task in done):
+                break
+        if running:
+            grace = max(_LEAST_GRACE_S, _GRACE * (time.monotonic() - began))
+            _, running = await asyncio.wait(running, timeout=grace)
+        for task in running:
+            self._late.add(task)
+            task.add_done_callback(self._late_push_ended)
+
+    def _late_push_ended(self, task: asyncio.Task[float]) -> None:
+        self._late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._events.append("warning", role="rollout", message=f"a push that came late failed: {error}")
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -219,16 +268,16 @@ class Fleet:
         Raises:
             RoleTimeoutError: no server could be held within the time that a role may be away.
         """
-        deadline = time.monotonic() + self._away_s
+        deadline = time.monotonic() + self._limits.away_s
         paused: list[Server] = []
         while not paused:
             await self._acquire(deadline)
-            paused = [server for server in self._usable() if await self._try(server, server.engine.pause)]
-        self._turnstile, self._sent = asyncio.Lock(), 0
+            paused = [server for server in self._roster.usable if await self._try(server, server.engine.pause)]
+        self._turnstile.shut_down()
         try:
             yield
         finally:
-            self._turnstile = None
+            self._turnstile.open_up()
             for server in paused:
                 await self._try(server, server.engine.resume)
 
@@ -238,191 +287,130 @@ class Fleet:
         Raises:
             RoleTimeoutError: they were not sent within the time that a role may be away.
         """
-        deadline = time.monotonic() + self._away_s
-        while self._sent < requests:
-            if time.monotonic() > deadline:
-                raise RoleTimeoutError(
-                    f"{self._sent} of {requests} requests were sent in {self._away_s:g} s", role="rollout"
-                )
-            await asyncio.sleep(0.005)
-
-    async def _send(self, server: Server, request: GenerateRequest) -> Generated:
-        oldest = self._versions.get(server.health.version, 0)
-        if self._turnstile is None:
-            return self._check_versions(server, await server.engine.generate(request), oldest)
-        sent = asyncio.Event()
-        async with self._turnstile:
-            answer = asyncio.create_task(server.engine.generate(request, on_sent=sent.set))
-            waiter = asyncio.create_task(sent.wait())
-            try:
-                await asyncio.wait({answer, waiter}, return_when=asyncio.FIRST_COMPLETED)
-                # The server reads its connections in the order in which data arrives: leave it time for this one.
-                await asyncio.sleep(0.002)
-            except BaseException:
-                answer.cancel()
-                raise
-            finally:
-                waiter.cancel()
-            self._sent += 1
-        return self._check_versions(server, await answer, oldest)
+        await self._turnstile.wait_sent(requests, self._limits.away_s)
 
     def _keep(self, prefix: Generated | None, partial: Generated | None, held: str) -> Generated | None:
         """The prefix with what came in behind it, as far as its weights are those that they must be."""
-        oldest = self._versions.get(held, 0)
-        if partial is None or not self._flush_tokens:
+        if partial is None or not self._limits.flush_tokens:
             return prefix
-        if any(self._versions.get(span.version, -1) < oldest for span in partial.versions):
+        oldest = max(0, self._published.place(held))
+        if self._published.oldest(partial.versions, oldest) < oldest:
+            return prefix
+        if self._strange(partial) is not None:
             return prefix
         self._kept_tokens += len(partial.response_ids)
         return join(prefix, partial)
 
     def _too_old(self, prefix: Generated) -> bool:
         """Whether no update can use these tokens any more: the next one starts from the published weights or later."""
-        oldest = min((self._versions.get(span.version, -1) for span in prefix.versions), default=0)
-        return self._max_staleness is not None and len(self._versions) - 1 - oldest > self._max_staleness
+        bound = self._limits.max_staleness
+        return bound is not None and self._published.behind(prefix.versions) > bound
 
-    def _check_versions(self, server: Server, answer: Generated, oldest: int) -> Generated:
-        """Refuses tokens of weights that were never published, or of older ones than the server held at the start."""
+    def _check(self, server: Server, answer: Generated, held: str) -> Generated:
+        """Refuses ids that no policy token has, and tokens of weights that were never published, or of older ones than
+        the server held at the start.
+        """
+        if (strange := self._strange(answer)) is not None:
+            raise InvalidAnswerError(
+                f"{server.name} answered with token {strange} of a policy with {self._limits.vocabulary}", "token_ids"
+            )
+        oldest = max(0, self._published.place(held))
         for span in answer.versions:
-            if self._versions.get(span.version, -1) < oldest:
+            if self._published.place(span.version) < oldest:
                 error = InvalidAnswerError(
                     f"{server.name} answered with tokens of the weights {span.version!r} while it should hold "
                     f"{server.health.version!r}",
                     "version",
                 )
-                self._suspect(server, error)
+                self._watcher.suspect(server, error)
                 raise error
         return answer
+
+    def _strange(self, answer: Generated) -> int | None:
+        """A token that is beyond the policy's vocabulary."""
+        largest = int(answer.response_ids.max()) if len(answer.response_ids) else 0
+        return largest if self._limits.vocabulary is not None and largest >= self._limits.vocabulary else None
 
     async def _try(self, server: Server, call: Callable[[], Awaitable[None]]) -> bool:
         """Makes a call to a server; one that fails is suspect."""
         try:
             await call()
         except RoleError as error:
-            self._suspect(server, error)
+            self._watcher.suspect(server, error)
             return False
         return True
 
-    async def _went_away(self, server: Server, error: BaseException) -> bool:
-        """Whether a push failed because the server is gone, and not because it did not take the weights."""
-        if isinstance(error, EngineAwayError) and error.lost:
-            return True
-        return isinstance(error, EngineAwayError | RoleTimeoutError) and not await server.engine.healthy()
-
-    async def _wait_for_return(self, publication: Publication, cause: BaseException) -> float:
-        began = time.monotonic()
-        self._events.append("role", role="rollout", state="suspect", detail=f"waited for: {cause}")
-        try:
-            async with asyncio.timeout(self._away_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: any(server.health.version == publication.version for server in self._usable())
-                )
-        except TimeoutError:
-            raise RoleTimeoutError(
-                f"no server took the weights of {publication.version} within {self._away_s:g} s; the push failed by: "
-                f"{cause}",
-                role="rollout",
-            ) from cause
-        return time.monotonic() - began
-
-    async def _bring(self, server: Server) -> float:
-        publication = self._published
-        if publication is None:
-            return 0.0
-        server.health.pushing()
-        await server.engine.connect()
-        if not server.initialised:
-            await server.engine.init_transfer(server.engine.address.init_info)
-            server.initialised = True
-        pause = await server.engine.push(publication.update_info, publication.version, mode=self._mode)
-        await self._prove(server, publication)
-        server.health.proved(publication.version)
+    async def _bring(self, server: Server, publication: Publication) -> float:
+        back = not server.health.usable and self._published.place(publication.version) > 0
+        async with server.pushing:
+            try:
+                pause = await server.bring(publication, self._proof)
+            except NightshiftError as error:
+                server.error = error.message
+                server.health.failed(time.monotonic())
+                if isinstance(error, RoleTimeoutError):
+                    self._watcher.hangs(server, error.message)
+                raise
+            if self._published.current is not publication:  # a late one: the watcher brings it to the newer weights
+                server.health.failed(time.monotonic())
+            elif server.proved(publication) and back:
+                self._watcher.back(server, publication.version, pause)
         await self._notify()
         return pause
 
-    async def _prove(self, server: Server, publication: Publication) -> None:
-        scores = [await server.engine.score(item["prompt_ids"], item["response_ids"]) for item in self._probe_inputs]
-        held = np.concatenate(scores) if scores else np.zeros(0, np.float32)
-        previous = self._previous_probe if server.health.version else None
-        if failure := probe_failure(held, _values(publication), previous, self._limits):
-            raise RoleError(
-                f"{server.name} does not compute with the weights of {publication.version}: {failure}",
+    async def _went_away(self, server: Server, error: BaseException) -> bool:
+        """Whether a push failed because the server is gone or hangs, and not because it did not take the weights."""
+        if isinstance(error, EngineAwayError) and error.lost:
+            return True
+        if isinstance(error, RoleTimeoutError) and server.address.managed:
+            return True
+        return isinstance(error, EngineAwayError | RoleTimeoutError) and not await server.engine.healthy()
+
+    async def _wait_for_return(self, publication: Publication, cause: str) -> float:
+        began = time.monotonic()
+        self._events.append("role", role="rollout", state="suspect", detail=f"waited for: {cause}")
+        try:
+            async with asyncio.timeout(self._limits.away_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: any(server.health.version == publication.version for server in self._roster.usable)
+                )
+        except TimeoutError:
+            raise RoleTimeoutError(
+                f"no server took the weights of {publication.version} within {self._limits.away_s:g} s; the push "
+                f"failed by: {cause}",
                 role="rollout",
-                fix="The push reported success but the weights did not arrive; see the server's log",
-            )
-
-    def _suspect(self, server: Server, error: NightshiftError) -> None:
-        server.error = error.message
-        if server.health.suspect():
-            self._events.append("role", role="rollout", state="suspect", detail=f"{server.name}: {error.message}")
-
-    def _usable(self) -> list[Server]:
-        return [server for server in self.servers if server.health.usable]
+            ) from None
+        return time.monotonic() - began
 
     async def _acquire(self, deadline: float) -> Server:
         async with self._changed:
             while True:
-                if usable := self._usable():
-                    return min(usable, key=lambda server: server.running)
+                if usable := self._roster.usable:
+                    return min(usable, key=self._burden)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    causes = "; ".join(f"{server.name}: {server.error or 'no weights yet'}" for server in self.servers)
+                    causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
                     raise RoleTimeoutError(
-                        f"no rollout server was usable for {self._away_s:g} s ({causes})", role="rollout"
+                        f"no rollout server was usable for {self._limits.away_s:g} s ({causes or 'none is listed'})",
+                        role="rollout",
                     )
                 try:
                     await asyncio.wait_for(self._changed.wait(), left)
                 except TimeoutError:
                     continue
 
+    def _burden(self, server: Server) -> tuple[bool, int]:
+        """Servers below their window come first, of those the least loaded."""
+        return not self._refill.room(server.name, server.running), server.running
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                await self._read_addresses()
-            except (KeyError, TypeError, ValueError) as error:
-                self._events.append("warning", role="agent", message=f"addresses of the services: {error!r}")
-            for server in self.servers:
-                if server.health.due(time.monotonic()):
-                    await self._repair(server)
-
-    async def _read_addresses(self) -> None:
-        for address in self._refresh() or []:
-            known = self._servers.get(address.name)
-            if known is None or known.engine.address.incarnation != address.incarnation:
-                self._servers[address.name] = Server(address, self._request_timeout_s, self._flush_tokens)
-                if known is not None:
-                    await known.engine.close()
-
-    async def _repair(self, server: Server) -> None:
-        """Brings a server that is not healthy to the published weights, if it answers."""
-        if self._push_lock.locked() or self._published is None or not await server.engine.healthy():
+        # A push makes a server unusable for a moment: what it holds then still counts.
+        serving = [s.name for s in self._roster if s.health.version and s.health.state not in _AWAY]
+        if not serving:
             return
-        began = time.monotonic()
-        try:
-            async with self._push_lock:
-                if server.health.usable:
-                    return
-                await self._bring(server)
-        except NightshiftError as error:
-            server.error = error.message
-            server.health.failed(time.monotonic())
-            self._events.append("warning", role=error.role or "rollout", message=error.message)
-            return
-        self._events.append(
-            "role",
-            role="rollout",
-            state="ready",
-            detail=f"{server.name} holds {server.health.version} again",
-            seconds=time.monotonic() - began,
-        )
-
-
-def _values(publication: Publication | None) -> np.ndarray:
-    if publication is None or not publication.probe:
-        return np.zeros(0, np.float32)
-    return np.concatenate([np.asarray(item["logprobs"], dtype=np.float32) for item in publication.probe])
+        before, self._limit = self._limit, self._refill.limit(serving)
+        grew = before is not None and (self._limit is None or self._limit > before)
+        if grew and self.on_room is not None:
+            await self.on_room()

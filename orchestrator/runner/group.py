@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from nightshift.wire.scoring import RewardInput, SequenceInput
 from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.frozen import TokenScorer
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.shaping import rewards_for, shape
 from orchestrator.runner.together import together
@@ -102,10 +103,10 @@ class GroupRunner:
         tokenizer: Tokenizer,
         fleet: Fleet,
         rewards: Sequence[tuple[str, float, ScorerClient]],
-        reference: ScorerClient | None,
+        reference: TokenScorer | None,
         tracing: Tracing,
         *,
-        teacher: ScorerClient | None = None,
+        teacher: TokenScorer | None = None,
         critic: ScorerClient | None = None,
     ) -> None:
         self._spec = spec
@@ -113,7 +114,7 @@ class GroupRunner:
         self._tokenizer = tokenizer
         self._fleet = fleet
         self._rewards = rewards
-        models = {"reference": reference, "teacher": teacher, "critic": critic}
+        models: dict[str, TokenScorer | None] = {"reference": reference, "teacher": teacher, "critic": critic}
         #: Clients of the models that score tokens, by role.
         self.models = {role: client for role, client in models.items() if client is not None}
         self._tracing = tracing
@@ -121,6 +122,8 @@ class GroupRunner:
         self._stop_ids = () if spec.rollout.ignore_eos else tuple(sorted(ending))
         self.busy = BusyClock()  # time in which samples were drawn
         self.calls: Counter[str] = Counter()  # calls in progress by role, for the progress view
+        self.scoring = 0  # groups whose samples are drawn and not scored yet
+        self.drawn: Callable[[], Awaitable[None]] | None = None  # is told when a group needs the servers no more
 
     async def run(self, group: Group) -> None:
         """Fills ``group.samples``.
@@ -132,8 +135,14 @@ class GroupRunner:
         if not group.samples:
             cause = group.failures[0] if group.failures else "no answer"
             raise RoleError(f"group {group.group_id} has no usable sample: {cause}", role="rollout")
-        scorers = {"reference": self._ref, "teacher": self._teach, "critic": self._value}
-        await together([self._reward(group), *(scorers[role](group) for role in self.models)])
+        self.scoring += 1
+        try:
+            if self.drawn is not None:
+                await self.drawn()
+            scorers = {"reference": self._ref, "teacher": self._teach, "critic": self._value}
+            await together([self._reward(group), *(scorers[role](group) for role in self.models)])
+        finally:
+            self.scoring -= 1
         shape(group.samples, self._spec, bool(self._rewards))
 
     async def _generate(self, group: Group) -> None:
@@ -241,7 +250,7 @@ class GroupRunner:
             sample.bootstrap_value = float(values[tokens]) if len(values) > tokens else 0.0
 
     async def _token_values(
-        self, group: Group, client: ScorerClient, *, beyond: bool = False
+        self, group: Group, client: TokenScorer, *, beyond: bool = False
     ) -> list[tuple[Sample, Floats, float]]:
         """A number for each response token, from a model.
 

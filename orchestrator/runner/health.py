@@ -19,11 +19,17 @@ class ServerState(StrEnum):
     STALE = "stale"  # weights unknown, or not the published ones
     HEALTHY = "healthy"
     SUSPECT = "suspect"  # a request failed; checked before it gets work again
+    DEAD = "dead"  # it does not answer its health check
+    RESTARTING = "restarting"  # it hangs: whoever started it was asked to start it again
+    RETIRED = "retired"  # it left the run; there is no way back but as a new server
 
 
 @dataclass(slots=True)
 class Health:
-    """State of one server. Only :meth:`proved` leads to ``HEALTHY``: no server is used without a verified push.
+    """State of one start of a server. A push that was proved is the only way to ``HEALTHY``.
+
+    A proof counts for the push that it belongs to: what happens to the server in between (it hangs, it leaves, it is
+    pushed once more) makes it void.
 
     Attributes:
         version: weights that it was last proved to hold; "" for none.
@@ -35,6 +41,7 @@ class Health:
     version: str = ""
     failures: int = 0
     next_try: float = 0.0
+    _pushing: bool = False
 
     @property
     def usable(self) -> bool:
@@ -48,23 +55,61 @@ class Health:
             self.state = ServerState.SUSPECT
         return news
 
+    def unanswered(self, now: float) -> bool:
+        """It did not answer its health check. Returns whether that is news."""
+        if self.state not in (ServerState.SUSPECT, ServerState.STALE) or self._pushing:
+            return False
+        self.state = ServerState.DEAD
+        self.next_try = now + _FIRST_PAUSE_S
+        return True
+
+    def answered(self) -> None:
+        """It answers its health check: one that was dead may hold anything now."""
+        if self.state is ServerState.DEAD:
+            self.state = ServerState.STALE
+
+    def restarting(self, now: float) -> bool:
+        """It hangs, and another start of it is on its way. Returns whether that is news.
+
+        Where nobody starts it again, it is tried after a pause whether it has come to itself.
+        """
+        if self.state is ServerState.RETIRED:
+            return False
+        news = self.state is not ServerState.RESTARTING
+        self.state, self._pushing = ServerState.RESTARTING, False
+        self.next_try = now + _LONGEST_PAUSE_S
+        return news
+
+    def retire(self) -> None:
+        """It left the run."""
+        self.state, self._pushing = ServerState.RETIRED, False
+
     def pushing(self) -> None:
         """Weights are on their way: what it holds is unknown until they are proved."""
-        self.state = ServerState.STALE
+        if self.state is not ServerState.RETIRED:
+            self.state, self._pushing = ServerState.STALE, True
 
-    def proved(self, version: str) -> None:
-        """It holds these weights."""
+    def proved(self, version: str) -> bool:
+        """It holds these weights. Returns whether it is used now: not where the push was made void meanwhile."""
+        if not self._pushing:
+            return False
         self.state, self.version, self.failures, self.next_try = ServerState.HEALTHY, version, 0, 0.0
+        self._pushing = False
+        return True
 
     def failed(self, now: float) -> None:
         """An attempt to bring it to the published weights failed."""
-        self.state = ServerState.STALE
-        self.next_try = now + min(_FIRST_PAUSE_S * 2**self.failures, _LONGEST_PAUSE_S)
+        self._pushing = False
+        if self.state is ServerState.RETIRED:
+            return
+        if self.state is not ServerState.RESTARTING:
+            self.state, self.next_try = ServerState.STALE, now
+        self.next_try = max(self.next_try, now + min(_FIRST_PAUSE_S * 2**self.failures, _LONGEST_PAUSE_S))
         self.failures += 1
 
     def due(self, now: float) -> bool:
         """Whether it should be brought to the published weights now."""
-        return not self.usable and now >= self.next_try
+        return self.state not in (ServerState.HEALTHY, ServerState.RETIRED) and now >= self.next_try
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class Pipeline:
         self._starting = 0
         stepper.changed = self._notify
         stepper.failed = self._fail
+        fleet.on_room = self._notify
+        runner.drawn = self._drawn
 
     @property
     def state(self) -> PipelineState:
@@ -160,8 +162,10 @@ class Pipeline:
         room = self._admission.headroom(ledger.accepted, ledger.running - len(state.backlog))
         free = self._spec.pipeline.buffer_mib * 2**20 - state.buffered_bytes
         fitting = free // self._most_bytes - len(state.running)
-        # A full buffer is emptied by the next step alone, which needs its whole batch: what a resumed run brought along
-        # must not stand in its way.
+        if (wanted := self._fleet.room(len(state.running) - self._runner.scoring)) is not None:
+            fitting = min(fitting, wanted)
+        # A full buffer is emptied by the next step alone, which needs its whole batch, however full the servers are:
+        # what a resumed run brought along must not stand in its way.
         given = len(state.open) if len(state.open) < self._admission.batch else 0
         in_flight = given + len(state.ready) + len(state.running)
         missing = self._admission.batch - in_flight
@@ -398,6 +402,11 @@ class Pipeline:
         return not any(index < state.failing_since for index in state.running)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
+
+    async def _drawn(self) -> None:
+        """A group is drawn: where the servers' load is what holds others back, the next one may start."""
+        if self._fleet.room(0) is not None:
+            await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -58,6 +58,7 @@ def read_services(run_dir: Path) -> Services | None:
             incarnation=item["incarnation"],
             weight_backend=item.get("weight_backend", "safetensors"),
             init_info=dict(item.get("init_info") or {}),
+            managed=bool(item.get("pid")),
         )
         for item in raw["rollout"]
     ]

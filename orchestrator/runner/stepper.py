@@ -329,9 +329,7 @@ class Stepper:
         if self._spec.algorithm.filter_zero_spread:
             metrics["rollout/filtered_groups"], self.filtered = float(self.filtered), 0
         metrics["rollout/failed_groups"] = float(len(update.failures))
-        metrics["rollout/kept_tokens"] = float(self._fleet.take_kept())
-        rejected = self._fleet.take_rejected()
-        metrics |= {f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()}
+        metrics |= self._fleet.take_metrics()
         metrics |= updated.metrics
         metrics.setdefault("lr", update.learning_rate)
         metrics["update/skipped"] = float(not updated.stepped)

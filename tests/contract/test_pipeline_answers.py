@@ -119,6 +119,46 @@ async def test_answers_without_a_known_origin_are_asked_for_again(tmp_path: Path
         assert balance(run) == {"issued": 4, "trained": 4}
 
 
+@pytest.mark.parametrize("route", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("wrong_id", "request_id"),
+        ("strange_token", "token_ids"),
+        ("other_tokens", "logprobs"),
+        ("short_logprobs", "logprobs"),
+        ("null_logprob", "logprobs"),
+        ("positive_logprob", "logprobs"),
+        ("unfinished", "form"),
+        ("done", "form"),
+        ("unknown_version", "version"),
+    ],
+)
+async def test_o29_o31_no_broken_answer_is_trained_on_whatever_the_route(
+    tmp_path: Path, route: bool, fault: str, kind: str
+) -> None:
+    """Wrong ids, log-probs that are missing or positive, an old version, half a stream and then its end."""
+    if (fault, route) in (("other_tokens", True), ("done", False)):
+        return  # frames hold ids and log-probs side by side; JSON has no stream
+    if fault == "unfinished" and not route:
+        kind = "finish_reason"
+    settings = {"rollout": {"max_response_length": 12, "flush_tokens": 5}}
+    async with FakeRun(tmp_path, prompts=4, route=route, **settings) as run:
+        run.engine.script = lambda request: [7 + at for at in range(12)][len(request.prompt_ids) - shortest(run) :]
+        run.engine.faults.plan(fault, times=2, skip=1)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=2, staleness=1)
+        assert totals(run, f"rollout/rejected/{kind}") == 2
+        assert balance(run) == {"issued": 4, "trained": 4}
+        for sample in (sample for update in run.updates for sample in update.samples):
+            assert sample.response_ids.tolist() == [7 + at for at in range(12)]
+
+
+def shortest(run: FakeRun) -> int:
+    """Tokens of the prompts, which are all of one length here."""
+    return min(len(request.prompt_ids) for request in run.samples())
+
+
 async def test_an_old_version_is_refused_and_the_server_pushed_again(tmp_path: Path) -> None:
     """A server that goes back to older weights, and says so, gets no more work before it holds the published ones."""
     async with FakeRun(tmp_path, prompts=12, pipeline={"max_staleness": 0}) as run:

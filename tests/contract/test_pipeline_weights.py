@@ -22,7 +22,7 @@ PUSH = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_upd
 def admin(engine: FakeEngine) -> list[str]:
     """Paths of the calls that are no samples and no scores."""
     paths = [request.path.split("?")[0] for request in engine.requests if request.path not in (GENERATE, ROUTE)]
-    return [path for path in paths if path != "/health"]
+    return [path for path in paths if path not in ("/health", "/metrics")]
 
 
 def of_step(request: Request) -> int:

@@ -51,4 +51,10 @@ def spoil(choice: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
                 span["version"] = None
         case "bad_finish":
             choice["finish_reason"] = "error"
+        case "unfinished":
+            choice["finish_reason"] = None
+        case "strange_token":
+            choice["token_ids"][0] = content[0]["token_id"] = 1 << 20
+        case "other_tokens":
+            content[0]["token_id"] += 1
     return choice

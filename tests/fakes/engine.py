@@ -7,12 +7,12 @@ memory for the tests, and what it served in the request log of the real server.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,17 @@ import uvicorn
 
 from nightshift.wire.request_log import log_path
 from services.rollout.request_log import RequestLogger
-from tests.fakes import choices, frames, policy
+from tests.fakes import choices, frames, policy, telling
 from tests.fakes.faults import Fault, Faults
 from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Refused, Request, body_of
+from tests.fakes.telling import disconnected, seed_of, step_of, tokens_before
 from tests.fixtures.tokenizer_k import EOS
 
 
 class FakeEngine:
     """One server.
 
-    ``faults`` of samples, by request id: ``503``, ``400``, ``drop`` (connection reset), ``hang``, ``late`` (answers
-    after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
-    ``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
-    ``bad_finish``, ``empty``, ``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens,
-    which have left where frames are wanted), ``stall@n`` (waits for the second push from then on,
-    and aborts), ``false_spans`` (vLLM's own count contradicts the frames).
-    ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
-    without an effect), ``ignore_version`` (of /finish_weight_update).
+    What ``faults`` and ``route_faults`` can be is listed in :mod:`tests.fakes.faults`.
 
     Args:
         store: folder of published weights.
@@ -47,6 +41,12 @@ class FakeEngine:
         route: whether our middleware is in it.
         missing: routes that it lacks all the same, for want of a flag.
         logs: folder of its request log; None: it has none.
+        slots: samples that it draws at once; the others wait in its queue.
+
+    Attributes:
+        frozen: its engine draws nothing and takes no calls, while the API server goes on answering what it can.
+        silent: it takes connections and answers nothing, as a process that was stopped.
+        managed: whether its entry in services.json says that the agent started it.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class FakeEngine:
         route: bool = True,
         missing: frozenset[str] = frozenset(),
         logs: Path | None = None,
+        slots: int = 1 << 20,
     ) -> None:
         self.name = name
         self.store = store
@@ -69,6 +70,8 @@ class FakeEngine:
         self.route = route
         self.missing = missing
         self.logs = logs
+        self.slots = slots
+        self.managed = False
         self.faults = Faults()
         self.route_faults = Faults()
         self.requests: list[Request] = []
@@ -137,7 +140,7 @@ class FakeEngine:
             "incarnation": self.incarnation,
             "weight_backend": "safetensors",
             "init_info": {"root": str(self.store)},
-            "pid": 0,
+            "pid": int(self.managed),
         }
 
     @property
@@ -149,6 +152,11 @@ class FakeEngine:
     def running(self) -> int:
         """Samples being drawn now."""
         return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples in its queue."""
+        return self._queue
 
     def calls(self, path: str) -> list[Request]:
         """Requests to one path."""
@@ -171,6 +179,10 @@ class FakeEngine:
         self._idle = asyncio.Condition()
         self._pushed = asyncio.Condition()
         self._prefixes: dict[tuple[int, ...], np.ndarray] = {}
+        self.frozen = self.silent = False
+        self.drawn = 0
+        self._queue = 0
+        self._free = asyncio.Semaphore(self.slots)
 
     # HTTP -------------------------------------------------------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class FakeEngine:
         work = asyncio.create_task(self._answer(request, fault))
         work.add_done_callback(lambda _: request.outbox.put_nowait(None))
         streaming = asyncio.create_task(self._send_frames(request, send))
-        gone = asyncio.create_task(_disconnect(receive))
+        gone = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             request.disconnected = not work.done()
@@ -271,7 +283,12 @@ class FakeEngine:
 
     async def _answer(self, request: Request, fault: Fault | None) -> tuple[int, Any]:
         path = request.path.split("?")[0]
-        if path not in ("/health", "/version") and request.headers.get("authorization") != f"Bearer {self.token}":
+        if self.silent or (self.frozen and path not in ("/health", "/version", "/metrics")):
+            await asyncio.sleep(3600)
+        if (
+            path not in ("/health", "/version", "/metrics")
+            and request.headers.get("authorization") != f"Bearer {self.token}"
+        ):
             return 401, {"error": "unauthorized"}
         try:
             if fault and fault.kind == "hang":
@@ -280,10 +297,15 @@ class FakeEngine:
                 if path == "/update_weights":
                     self._session = None
                 raise Refused(int(fault.kind), f"planned {fault.kind}")
+            if path == "/metrics":
+                load = {"running": len(self._running), "waiting": self._queue, "slots": self.slots}
+                return 200, telling.metrics(**load, drawn=self.drawn).encode()
             if not self._offers(path):
                 raise Refused(404, f"no route {path}")
             if path == GENERATE and not request.body:
                 raise Refused(400, "token_ids is missing")
+            if path == "/v1/completions":
+                return 200, await self._complete(request)
             if path in (GENERATE, ROUTE):
                 return 200, await (self._generate(request, fault) if request.is_sample else self._score(request))
             if fault and fault.kind == "slow":
@@ -298,21 +320,11 @@ class FakeEngine:
                 return {}
             case "/version":
                 return {"version": self.vllm}
+            case "/v1/models":
+                return {"object": "list", "data": [{"id": "base"}]}
             case "/nightshift/v1/info":
                 offered = [path for path in VLLM[self.vllm]["routes"] if self._offers(path)]
-                return {
-                    "vllm_version": self.vllm,
-                    "weight_version": self.version,
-                    "routes": offered,
-                    "capabilities": {
-                        "generate": True,
-                        "weight_version": "weight_version" not in self.missing,
-                        "weight_versions_spans": VLLM[self.vllm]["spans"],
-                        "pause": "/pause" in offered,
-                        "update_phases": "/update_weights" in offered and "weight_transfer" not in self.missing,
-                        "abort": "/abort_requests" in offered,
-                    },
-                }
+                return telling.info(self.vllm, self.version, offered, self.missing)
             case "/is_paused":
                 return {"is_paused": not self._go.is_set()}
             case "/weight_info":
@@ -377,14 +389,19 @@ class FakeEngine:
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
+    async def _complete(self, request: Request) -> dict[str, Any]:
+        """Scores a prompt on the route that every vLLM server has."""
+        if not request.body:
+            raise Refused(400, "prompt is missing")
+        scored = await self._score(replace(request, body={"token_ids": request.body["prompt"]}))
+        choice = {"index": 0, "prompt_logprobs": scored["prompt_logprobs"]}
+        return {"id": "cmpl-1", "model": "base", "choices": [choice]}
+
     async def _score(self, request: Request) -> dict[str, Any]:
         await self._go.wait()
         ids = request.prompt_ids
         scores = policy.score(self.weights, ids[:1], ids[1:])
-        rows = [
-            None,
-            *({str(token): {"logprob": float(s), "rank": 1}} for token, s in zip(ids[1:], scores, strict=True)),
-        ]
+        rows = telling.prompt_logprobs(ids, list(scores))
         return {"request_id": f"generate-tokens-{request.request_id}", "choices": [], "prompt_logprobs": rows}
 
     async def _generate(self, request: Request, fault: Fault | None) -> dict[str, Any]:
@@ -392,12 +409,18 @@ class FakeEngine:
             await asyncio.sleep(fault.delay)
         await self._open.wait()
         await self._go.wait()
+        self._queue += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._queue -= 1
         self._running.add(request.order)
         try:
             if fault and fault.kind == "slow":
                 await asyncio.sleep(fault.delay)
             finish = await self._sample(request, fault)
         finally:
+            self._free.release()
             self._running.discard(request.order)
             async with self._idle:
                 self._idle.notify_all()
@@ -426,7 +449,7 @@ class FakeEngine:
         stops = {int(token) for token in sampling.get("stop_token_ids", [])} | {EOS}
         scripted = self.script(request) if self.script else None
         limit = int(sampling["max_tokens"]) if scripted is None else len(scripted)
-        rng = np.random.default_rng(_seed(sampling.get("seed"), request.request_id))
+        rng = np.random.default_rng(seed_of(sampling.get("seed"), request.request_id))
         key = tuple(request.prompt_ids)
         ids = request.tokens
         previous = key[-1]
@@ -434,13 +457,15 @@ class FakeEngine:
             return "stop"
         while len(ids) < limit:
             await self._go.wait()
-            if request.order in self._aborting or len(ids) == _at(fault, "abort"):
+            if self.frozen or self.silent:
+                await asyncio.sleep(3600)
+            if request.order in self._aborting or len(ids) == tokens_before(fault, "abort"):
                 request.aborted = True
                 return "abort"
-            if len(ids) == _at(fault, "cut"):
+            if len(ids) == tokens_before(fault, "cut"):
                 return "length"
-            if len(ids) == _at(fault, "stall"):
-                await self._wait_for_step(_step(request.labels[0]) + 2)
+            if len(ids) == tokens_before(fault, "stall"):
+                await self._wait_for_step(step_of(request.labels[0]) + 2)
                 return "abort"
             values = policy.log_probs(self._prefix(key) if not ids else self.weights, previous, temperature or 1.0)
             if scripted is not None:
@@ -450,6 +475,7 @@ class FakeEngine:
             else:
                 token = int(np.searchsorted(np.cumsum(np.exp(values)), rng.random()))
             ids.append(token)
+            self.drawn += 1
             request.logprobs.append(float(values[token]))
             request.labels.append(self.version)
             previous = token
@@ -462,7 +488,7 @@ class FakeEngine:
 
     async def _wait_for_step(self, step: int) -> None:
         async with self._pushed:
-            await self._pushed.wait_for(lambda: _step(self.version) >= step)
+            await self._pushed.wait_for(lambda: step_of(self.version) >= step)
 
     def _prefix(self, key: tuple[int, ...]) -> np.ndarray:
         """Weights that the cached prefix was computed with."""
@@ -470,24 +496,3 @@ class FakeEngine:
         if cached is not self.weights:
             self.stale_cache_hits += 1
         return cached
-
-
-def _at(fault: Fault | None, kind: str) -> int:
-    """Number of tokens after which a fault of this kind happens; -1: never."""
-    name, _, tokens = fault.kind.partition("@") if fault else ("", "", "")
-    return int(tokens or 0) if name == kind else -1
-
-
-def _step(version: str) -> int:
-    return int(version.rpartition("/")[2])
-
-
-async def _disconnect(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _seed(seed: Any, request_id: str) -> int:
-    if seed is not None:
-        return int(seed)
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")

@@ -1,4 +1,18 @@
-"""What goes wrong, on request: each fault applies to the calls that it matches, a number of times."""
+"""What goes wrong, on request: each fault applies to the calls that it matches, a number of times.
+
+Of the fake engine:
+
+``faults`` of samples, by request id: ``503``, ``400``, ``drop`` (connection reset), ``hang``, ``late`` (answers
+after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, ``short_logprobs``, ``null_logprob``,
+``positive_logprob``, ``zero_logprobs``, ``no_versions``, ``gap``, ``unknown_version``, ``null_version``,
+``bad_finish``, ``unfinished`` (the answer ends and the response does not), ``done`` (``data: [DONE]``),
+``strange_token`` (beyond the vocabulary), ``other_tokens`` (log-probs of others; JSON alone), ``empty``,
+``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens, which have left where frames
+are wanted), ``stall@n`` (waits for the second push from then on, and aborts), ``false_spans`` (vLLM's own count
+contradicts the frames).
+``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
+without an effect), ``ignore_version`` (of /finish_weight_update).
+"""
 
 from __future__ import annotations
 

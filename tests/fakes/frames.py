@@ -51,7 +51,9 @@ def last(request: Request, answered: str, finish: str, counted: bool, fault: Fau
     frame = request.log.frame(replace(_frame(request, answered), finish_reason=finish))
     if counted:
         frame = replace(frame, engine_versions=spans(request.labels))
-    return pack_frame(_spoiled(frame, fault.kind if fault else ""))
+    kind = fault.kind if fault else ""
+    # The end that vLLM's own streams have, also after an error.
+    return b"data: [DONE]\n\n" if kind == "done" else pack_frame(_spoiled(frame, kind))
 
 
 def _spoiled(frame: Frame, kind: str) -> Frame:
@@ -77,6 +79,10 @@ def _spoiled(frame: Frame, kind: str) -> Frame:
             return replace(frame, engine_versions=_named(frame, "another"))
         case "bad_finish":
             return replace(frame, finish_reason="odd")
+        case "unfinished":
+            return replace(frame, finish_reason="", engine_versions=None)
+        case "strange_token":
+            return replace(frame, ids=np.full_like(frame.ids, 1 << 20))
     return replace(frame, logprobs=logprobs)
 
 

@@ -84,6 +84,7 @@ class FakeRun:
             self._engine(store, f"rollout-{at}", token_s=token_s, route=route) for at in range(servers)
         ]
         self.scorers = self._scorers()
+        self.reference_url = ""  # of another reference than that of the fake scorers
         self.trainer = self._trainer(store)
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in DEFAULTS.items()}
         for section, value in settings.items():
@@ -136,7 +137,8 @@ class FakeRun:
             {"name": reward.name, "url": self.scorers.url, "application": f"reward-{reward.name}"}
             for reward in self.spec.rewards
         ]
-        reference = {"url": self.scorers.url, "application": REFERENCE} if self.spec.needs_reference else None
+        address = self.reference_url or self.scorers.url
+        reference = {"url": address, "application": REFERENCE} if self.spec.needs_reference else None
         services = {
             "rollout": [engine.address for engine in self.engines],
             "rewards": rewards,

@@ -25,8 +25,9 @@ from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.events import EventLog
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.engine import EngineAddress
-from orchestrator.runner.fleet import Fleet
+from orchestrator.runner.fleet import Fleet, Limits
 from orchestrator.runner.health import PROBE_LIMITS
+from orchestrator.runner.server import Proof
 from orchestrator.runner.trainer import Publication
 from services.rollout.keeper import descendants
 from services.rollout.launch import VllmServer, port_is_free
@@ -250,7 +251,7 @@ def test_a_push_that_does_nothing_is_caught_by_the_probe(server, folders, refere
         address = EngineAddress(server.name, server.url, server.token, server.incarnation)
         fleet = Fleet(
             [address], events=EventLog(tmp_path / "events.jsonl", "run"), refresh=lambda: [address],
-            probe_inputs=probe, limits=PROBE_LIMITS["float32"], request_timeout_s=60, away_s=5, retries=0,
+            proof=Proof(probe, PROBE_LIMITS["float32"]), limits=Limits(request_timeout_s=60, away_s=5, retries=0),
         )  # fmt: skip
         files = {"old": publish(old, store, "a.safetensors"), "new": publish(new, store, "b.safetensors")}
         await fleet.publish(publication("run/0/0", files["old"], "old"))
@@ -349,7 +350,7 @@ def test_a_lost_engine_is_noticed_while_a_request_is_open(server, http):
         engine = next(p for p in descendants(server.pid) if "EngineCore" in Path(f"/proc/{p}/cmdline").read_text())
         os.kill(engine, signal.SIGKILL)
         deadline = time.monotonic() + 30
-        while server.alive():
+        while server.answers() and server.alive():
             assert time.monotonic() < deadline, "the loss of the engine was not noticed"
             time.sleep(0.3)
         assert "engine" in str(server.failure()) or "ended" in str(server.failure())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from orchestrator.runner.health import PROBE_LIMITS, Health, ServerState, probe_failure
 
@@ -14,13 +14,19 @@ BF16 = PROBE_LIMITS["bfloat16"]
 
 
 class HealthMachine(RuleBasedStateMachine):
-    """Requests fail, pushes begin, are proved or fail, time passes."""
+    """Requests fail, health checks go unanswered, pushes begin, are proved or fail, the server hangs, time passes.
+
+    The model beside it is the rule itself: a server is used if and only if its last push was proved and nothing has
+    happened to it since the push began.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.health = Health()
         self.now = 0.0
         self.proved: str | None = None  # weights proved since anything went wrong
+        self.push = False  # whether one is under way that a proof may count for
+        self.retired = False
 
     @rule()
     def suspect(self) -> None:
@@ -28,21 +34,49 @@ class HealthMachine(RuleBasedStateMachine):
         self.proved = None
 
     @rule()
+    def unanswered(self) -> None:
+        before = self.health.state
+        if self.health.unanswered(self.now):
+            assert before in (ServerState.SUSPECT, ServerState.STALE)
+            assert self.health.state is ServerState.DEAD
+
+    @rule()
+    def answered(self) -> None:
+        self.health.answered()
+        assert self.health.state is not ServerState.DEAD
+
+    @rule()
+    def hangs(self) -> None:
+        news = self.health.restarting(self.now)
+        assert not (news and self.retired)
+        self.proved, self.push = None, False
+
+    @rule()
     def pushing(self) -> None:
         self.health.pushing()
-        self.proved = None
+        self.proved, self.push = None, not self.retired
 
     @rule(step=st.integers(0, 5))
     def prove(self, step: int) -> None:
-        self.health.proved(f"run/0/{step}")
-        self.proved = f"run/0/{step}"
+        used = self.health.proved(f"run/0/{step}")
+        assert used == self.push
+        if used:
+            self.proved, self.push = f"run/0/{step}", False
 
+    @precondition(lambda self: self.proved is None)
     @rule()
     def fail(self) -> None:
         self.health.failed(self.now)
-        self.proved = None
+        self.push = False
         assert not self.health.due(self.now)
-        assert self.health.due(self.now + 10.0)
+        assert self.health.due(self.now + 10.0) or self.retired
+
+    @precondition(lambda self: not self.retired)
+    @rule(chance=st.integers(0, 9))
+    def retire(self, chance: int) -> None:
+        if chance == 0:
+            self.health.retire()
+            self.retired, self.proved, self.push = True, None, False
 
     @rule(seconds=st.floats(0.0, 20.0))
     def wait(self, seconds: float) -> None:
@@ -54,6 +88,15 @@ class HealthMachine(RuleBasedStateMachine):
         assert not (self.health.usable and self.health.due(self.now))
         if self.proved is not None:
             assert self.health.version == self.proved
+
+    @invariant()
+    def whoever_left_stays_away(self) -> None:
+        assert (self.health.state is ServerState.RETIRED) == self.retired
+        assert not (self.retired and self.health.due(self.now + 1e6))
+
+    @invariant()
+    def whoever_has_not_left_is_tried_again(self) -> None:
+        assert self.retired or self.health.usable or self.health.due(self.now + 10.0)
 
 
 TestHealthMachine = HealthMachine.TestCase
@@ -73,9 +116,46 @@ def test_pauses_grow_to_a_limit_and_start_again() -> None:
         health.failed(100.0)
         pauses.append(health.next_try - 100.0)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    health.proved("run/0/1")
+    health.pushing()
+    assert health.proved("run/0/1")
+    health.pushing()
     health.failed(100.0)
     assert health.next_try == 101.0
+
+
+def test_a_proof_of_a_push_that_something_came_between_does_not_count() -> None:
+    for event in (Health.retire, lambda health: health.restarting(0.0), lambda health: health.failed(0.0)):
+        health = Health()
+        health.pushing()
+        event(health)
+        assert not health.proved("run/0/1")
+        assert not health.usable
+
+
+def test_a_proof_without_a_push_does_not_count() -> None:
+    assert not Health().proved("run/0/1")
+
+
+def test_a_dead_server_that_answers_again_is_stale() -> None:
+    health = Health()
+    health.pushing()
+    health.proved("run/0/1")
+    health.suspect()
+    assert health.unanswered(5.0)
+    assert not health.unanswered(5.5)
+    assert not health.due(5.5)
+    assert health.due(6.0)
+    health.answered()
+    assert health.state is ServerState.STALE
+    assert not health.usable
+
+
+def test_a_server_that_nobody_starts_again_is_tried_again() -> None:
+    health = Health()
+    assert health.restarting(100.0)
+    assert not health.restarting(101.0)
+    assert not health.due(110.0)
+    assert health.due(111.0)
 
 
 def arrays(*values: float) -> np.ndarray:

@@ -1,0 +1,115 @@
+"""One start of one rollout server, what the run knows of it, and how it is brought to published weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from nightshift.wire.errors import RoleError
+from nightshift.wire.experience import Floats
+from nightshift.wire.scoring import SequenceInput
+from orchestrator.runner.answers import EngineAwayError
+from orchestrator.runner.engine import Engine, EngineAddress
+from orchestrator.runner.health import Health, ProbeLimits, ServerState, probe_failure
+from orchestrator.runner.published import probe_values
+from orchestrator.runner.stall import StallRule
+from orchestrator.runner.trainer import Publication
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a server proves that it holds the published weights.
+
+    Attributes:
+        inputs: sequences whose log-probs are compared.
+        limits: how near server and trainer must be on them.
+        mode: what becomes of running requests at a push: "keep" or "wait".
+    """
+
+    inputs: Sequence[SequenceInput]
+    limits: ProbeLimits
+    mode: str = "keep"
+
+
+class Server:
+    """One start of one server.
+
+    Attributes:
+        running: requests that are being drawn there; ``idle`` is set while there are none.
+        error: why it was last left out; "" for no reason.
+        pushing: held while weights are brought to it.
+        stall: whether its requests get on.
+    """
+
+    def __init__(
+        self, address: EngineAddress, request_timeout_s: float, flush_tokens: int = 0, stall_timeout_s: float = 120.0
+    ) -> None:
+        self.engine = Engine(address, request_timeout_s, flush_tokens)
+        self.health = Health()
+        self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.error = ""
+        self.pushing = asyncio.Lock()
+        self.stall = StallRule(stall_timeout_s)
+        self._initialised = False
+        self._held_values: Floats | None = None  # of the probe, by the trainer, for the weights that it held last
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where it is."""
+        return self.engine.address
+
+    @property
+    def name(self) -> str:
+        """Name in logs and metrics."""
+        return self.engine.address.name
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Within, one request is drawn there."""
+        self.running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+
+    async def bring(self, publication: Publication, proof: Proof) -> float:
+        """Brings it to published weights and has it prove them; returns the seconds for which it stood still.
+
+        Raises:
+            NightshiftError: it is away, failed in a phase, or does not compute with the weights. It is not usable.
+        """
+        # A server in doubt is asked first: the phases of a push have deadlines that are far longer.
+        if self.health.state is not ServerState.HEALTHY and not await self.engine.healthy():
+            raise EngineAwayError(f"{self.name} at {self.address.url} does not answer its health check", lost=True)
+        self.health.pushing()
+        await self.engine.connect()
+        if not self._initialised:
+            await self.engine.init_transfer(self.address.init_info)
+            self._initialised = True
+        pause = await self.engine.push(publication.update_info, publication.version, mode=proof.mode)
+        await self._prove(publication, proof)
+        return pause
+
+    def proved(self, publication: Publication) -> bool:
+        """Notes that the push was proved; whether the server is used now."""
+        self._held_values = probe_values(publication)
+        return self.health.proved(publication.version)
+
+    async def _prove(self, publication: Publication, proof: Proof) -> None:
+        scores = [await self.engine.score(item["prompt_ids"], item["response_ids"]) for item in proof.inputs]
+        held = np.concatenate(scores) if scores else np.zeros(0, np.float32)
+        if failure := probe_failure(held, probe_values(publication), self._held_values, proof.limits):
+            raise RoleError(
+                f"{self.name} does not compute with the weights of {publication.version}: {failure}",
+                role="rollout",
+                fix="The push reported success but the weights did not arrive; see the server's log",
+            )
