@@ -1,7 +1,8 @@
 """Does each algorithm learn, and what does stale data cost? Ten seeds of a model of a million parameters.
 
 Run from the repository's folder: ``python -m tests.bench.bench_learning --seeds 10 --jobs 16 --out DIR``. It needs
-torch, numpy and the job file's pydantic, no network, and one core for each of ``--jobs``.
+torch, numpy and the job file's pydantic, no network, and one core for each of ``--jobs``. Runs that have ended are kept
+in ``DIR/runs.jsonl``: a further call makes those that are missing, and prints the tables of all.
 
 The loop is plain torch in one process: sampling, one optimiser step a batch, sampling again. Advantages, losses, their
 aggregation and the value loss are the product's own; vLLM, Ray and DeepSpeed take no part. Each seed begins from its
@@ -57,6 +58,7 @@ STEPS, PROMPTS, N = 120, 8, 8
 TEMPERATURE, LEARNING_RATE, CRITIC_RATE = 1.0, 3e-4, 1e-3
 STALENESS_RATE = 6e-4  # higher, so that eta versions are far apart
 ETAS = (0, 1, 4, 8)
+RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +373,17 @@ def distil(seed: int, out: Path, steps: int) -> dict[str, Any]:
     return {"seed": seed, "before": before, "after": after, "teacher": goal}
 
 
+def read_runs(out: Path, steps: int) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Runs that have ended, of this number of steps, by kind, method and seed."""
+    path = out / RUNS
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {(run["kind"], run.get("method", ""), run["seed"]): run for run in lines if run["steps"] == steps}
+
+
+def _key(kind: str, work: tuple[Any, ...]) -> tuple[str, str, int]:
+    return (kind, work[0], work[1]) if kind == "curves" else (kind, "", work[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
@@ -402,15 +415,24 @@ def main() -> None:
             if "others" in arguments.parts and not arguments.only:
                 jobs += [("dpo", prefer, (seed, out, 60)), ("distillation", distil, (seed, out, arguments.steps))]
         deadline = began + arguments.limit_s
-        futures = [(kind, pool.submit(_within, deadline, function, work)) for kind, function, work in jobs]
-        found: dict[str, list[dict[str, Any]]] = {"curves": [], "dpo": [], "distillation": []}
+        done = read_runs(out, arguments.steps)
+        futures = [
+            (kind, pool.submit(_within, deadline, function, work))
+            for kind, function, work in jobs
+            if _key(kind, work) not in done
+        ]
         left_out = 0
-        for kind, future in futures:
-            result = future.result()
-            if result is None:
-                left_out += 1
-            else:
-                found[kind].append(result)
+        with (out / RUNS).open("a") as file:
+            for kind, future in futures:
+                result = future.result()
+                if result is None:
+                    left_out += 1
+                    continue
+                file.write(json.dumps({"kind": kind, "steps": arguments.steps, **result}) + "\n")
+                file.flush()
+    found: dict[str, list[dict[str, Any]]] = {"curves": [], "dpo": [], "distillation": []}
+    for run in read_runs(out, arguments.steps).values():
+        found[run["kind"]].append(run)
     report = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {arguments.jobs} jobs",
         "torch": torch.__version__,

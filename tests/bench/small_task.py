@@ -77,7 +77,7 @@ class Small(nn.Module):
     Prompts are padded on the left, so that all responses of a batch begin in one column; padded places are not seen.
     """
 
-    def __init__(self, outputs: int = VOCABULARY, width: int = 128, layers: int = 5, heads: int = 4) -> None:
+    def __init__(self, outputs: int = VOCABULARY, width: int = 136, layers: int = 5, heads: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.place = nn.Embedding(POSITIONS, width)
@@ -168,7 +168,7 @@ def token_logprobs(model: Small, prompts: list[Ints], responses: list[Ints], tem
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
 
 
-def warm_up(seed: int, steps: int, batch: int = 64) -> Small:
+def warm_up(seed: int, steps: int, batch: int = 32) -> Small:
     """A model from scratch after a few steps on answers of the right form: digits of the prompt, in any order."""
     torch.manual_seed(seed)
     rng = np.random.default_rng((seed, 1))
