@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nightshift.algorithms import check_estimator
 from nightshift.config import JobSpec
 from nightshift.config.files import reward_reads
-from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns
+from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns, require_rewards
 from nightshift.data.preferences import load_pairs
 
 
@@ -71,9 +71,12 @@ def check_data(spec: JobSpec) -> DataCheck:
     needed = reward_reads(spec)
     train = load_prompts(spec.data, spec.data.train_files, tokenizer)
     require_columns(train, needed)
+    sources = [reward.data_sources for reward in spec.rewards]
+    require_rewards(train, sources)
     test = load_prompts(spec.data, spec.data.test_files, tokenizer) if spec.data.test_files else None
     if test is not None:
         require_columns(test, needed)
+        require_rewards(test, sources)
     steps = spec.steps_for(len(train.prompts))
     return DataCheck(_lengths(train), _lengths(test) if test is not None else None, steps, train.warnings)
 

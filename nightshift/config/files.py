@@ -104,7 +104,7 @@ def reward_reads(spec: JobSpec) -> set[str]:
     for reward in spec.rewards:
         if isinstance(reward, PythonReward):
             path, name = split_reference(reward.function)
-            definition = check_function(Path(path), name)
+            definition = check_function(Path(path), name, allow_async=True)
             needed |= required_parameters(definition) if definition is not None else set()
         elif isinstance(reward, EmbeddingReward | CodeReward) or (
             isinstance(reward, JudgeReward) and "{ground_truth}" in reward.instruction
@@ -146,7 +146,7 @@ def _function(
         problems.append(f"{key}: no file {str(path)!r}")
     else:
         try:
-            definition = check_function(path, name)
+            definition = check_function(path, name, allow_async=is_reward)
         except ValueError as error:
             problems.append(f"{key}: file {str(path)!r} {error}")
         else:

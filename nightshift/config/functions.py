@@ -34,8 +34,14 @@ def split_reference(text: str) -> tuple[str, str]:
     return path, name
 
 
-def check_function(path: Path, name: str) -> ast.FunctionDef | None:
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def check_function(path: Path, name: str, *, allow_async: bool = False) -> Definition | None:
     """Looks up the function in the source of ``path``.
+
+    Args:
+        allow_async: whether it may be an ``async def``.
 
     Returns:
         The definition, or None where the name is bound by an import or an assignment and its parameters are unknown.
@@ -51,7 +57,7 @@ def check_function(path: Path, name: str) -> ast.FunctionDef | None:
         raise ValueError(f"is not valid Python: line {error.lineno}: {error.msg}") from error
     except ValueError as error:  # null bytes
         raise ValueError(f"is not valid Python: {error}") from error
-    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+    functions: dict[str, Definition] = {}
     bound: set[str] = set()
     for statement in _top_level(module.body):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -59,7 +65,7 @@ def check_function(path: Path, name: str) -> ast.FunctionDef | None:
         else:
             bound.update(_bound_names(statement))
     found = functions.get(name)
-    if isinstance(found, ast.AsyncFunctionDef):
+    if isinstance(found, ast.AsyncFunctionDef) and not allow_async:
         raise ValueError(f"defines {name!r} as an async function: an ordinary one is needed")
     if found is None and name not in bound:
         near = difflib.get_close_matches(name, [*functions, *bound], n=1)
@@ -68,7 +74,7 @@ def check_function(path: Path, name: str) -> ast.FunctionDef | None:
     return found
 
 
-def check_reward_parameters(function: ast.FunctionDef) -> None:
+def check_reward_parameters(function: Definition) -> None:
     """Checks that every parameter can be filled by name.
 
     Raises:
@@ -95,7 +101,7 @@ def check_reward_parameters(function: ast.FunctionDef) -> None:
             )
 
 
-def required_parameters(function: ast.FunctionDef) -> set[str]:
+def required_parameters(function: Definition) -> set[str]:
     """The parameters without a default value."""
     arguments = function.args
     required = {argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]}

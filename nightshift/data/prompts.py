@@ -118,6 +118,28 @@ def require_columns(prompts: PromptSet, needed: Collection[str]) -> None:
                 )
 
 
+def require_rewards(prompts: PromptSet, sources: Collection[Collection[str] | None]) -> None:
+    """Checks that some reward scores each prompt.
+
+    Args:
+        sources: ``data_sources`` of each reward; None scores all.
+
+    Raises:
+        BadInputError: names the data source that no reward scores.
+    """
+    if not sources or any(chosen is None for chosen in sources):
+        return
+    known = {name for chosen in sources for name in chosen or ()}
+    for prompt in prompts.prompts:
+        if prompt.data_source not in known:
+            raise BadInputError(
+                f"row {prompt.row_id} has data_source {prompt.data_source!r}, which no reward scores; they score "
+                f"{', '.join(sorted(known))}",
+                role=_ROLE,
+                fix="Add it to rewards[].data_sources, or leave that key out of one reward",
+            )
+
+
 def check_context(
     tokenizer: Tokenizer, max_prompt_length: int, max_response_length: int, max_model_len: int | None = None
 ) -> None:

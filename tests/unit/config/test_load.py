@@ -225,7 +225,6 @@ def test_missing_data_and_reward_files_are_all_named(folder: Path) -> None:
         ("def score(response): ...", "reward.py:scor", "did you mean 'score'?"),
         ("x = 1", "reward.py:score", "has no function 'score'"),
         ("def score(response:", "reward.py:score", "is not valid Python: line 1"),
-        ("async def score(response): ...", "reward.py:score", "async"),
         ("def score(solution_str, ground_truth): ...", "reward.py:score", "did you mean 'response'?"),
         ("def score(response, ground_thruth=None): ...", "reward.py:score", "did you mean 'ground_truth'?"),
         ("def score(response, tokenizer, **kwargs): ...", "reward.py:score", "'tokenizer'"),
@@ -251,6 +250,7 @@ def test_reward_function_is_checked_without_running_it(folder: Path, source: str
         "from elsewhere import score",
         "if True:\n    def score(response): ...",
         "score = make('score')",
+        "async def score(response): ...",
     ],
 )
 def test_reward_functions_that_can_be_called_are_accepted(folder: Path, source: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nightshift.config.data import DataConfig
-from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns
+from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns, require_rewards
 from nightshift.wire.errors import BadInputError
 from tests.fixtures.rows import ROWS_D, write_dataset, write_jsonl, write_parquet
 from tests.fixtures.tokenizer_k import BOS, TEMPLATE_WITHOUT_SYSTEM, write_folder
@@ -337,3 +337,12 @@ def test_a_template_of_another_tokenizer_gives_a_warning(tmp_path: Path, tokeniz
     assert _load(Tokenizer.load(tokenizer_folder), path).warnings == ()
     (warning,) = _load(Tokenizer.load(tokenizer_folder, "chatml"), path, max_prompt_length=99).warnings
     assert "<|im_start|>" in warning
+
+
+def test_prompts_that_no_reward_scores_are_refused_by_row_and_source(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "1+1", "data_source": "sums"}, {"prompt": "a poem", "data_source": "poems"}]
+    prompts = _load(tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
+    require_rewards(prompts, [["sums"], None])
+    require_rewards(prompts, [["sums"], ["poems", "other"]])
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:2 has data_source 'poems'"):
+        require_rewards(prompts, [["sums"]])
