@@ -47,14 +47,14 @@ from tests.bench.learning_tables import learning_table, staleness_table
 from tests.bench.small_task import END, MAX_RESPONSE, Problem, Small
 
 #: Held-out accuracy that each algorithm reaches in the mean over the seeds, within STEPS x PROMPTS x N samples.
-TARGET = 0.55
+TARGET = 0.45
 #: Gain over the warmed-up model that the control with the sign turned stays below.
 CONTROL_LIMIT = 0.0
 #: Decoupled PPO at eta 4 counts as equivalent to eta 0 where the 90% interval of the mean difference lies within this.
 EQUIVALENCE = 0.05
 
 WARM_STEPS = 60
-STEPS, PROMPTS, N = 120, 8, 8
+STEPS, PROMPTS, N = 40, 8, 8
 TEMPERATURE, LEARNING_RATE, CRITIC_RATE = 1.0, 3e-4, 1e-3
 STALENESS_RATE = 6e-4  # higher, so that eta versions are far apart
 ETAS = (0, 1, 4, 8)
@@ -294,7 +294,7 @@ def learn(name: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
     curve = [small_task.accuracy(model, problems)]
     for step in range(1, steps + 1):
         learner.step()
-        if step % max(1, steps // 6) == 0:
+        if step % max(1, steps // 4) == 0:
             curve.append(small_task.accuracy(model, problems))
     return {
         "method": name,
