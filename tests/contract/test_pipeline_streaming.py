@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from nightshift.wire.events import read_events
+from nightshift.wire.experience import LossSpec
+from nightshift.wire.schedule import read_schedule
+from nightshift.wire.version import PolicyVersion
 from orchestrator.runner.job import Job
-from tests.fakes.audit import audit, balance
+from tests.fakes.audit import audit, balance, final_updates
 from tests.fakes.run import FakeRun
 
 #: Steps of four groups of two samples, each of which fills a pass of the trainer.
@@ -27,6 +30,27 @@ def small(**changes: dict[str, Any]) -> dict[str, Any]:
 
 def slow_group(run: FakeRun, index: int, delay: float) -> None:
     run.engine.faults.plan("slow", f"g{index:07d}.", times=2, delay=delay)
+
+
+def check_schedule(run: FakeRun) -> None:
+    """What was recorded is what the trainer was given, in every step that leads to the final weights."""
+    schedule = read_schedule(run.run_dir)
+    updates = final_updates(run)
+    assert [(record.step, record.version) for record in schedule.values()] == [(u.step, u.new) for u in updates]
+    for record, update in zip(schedule.values(), updates, strict=True):
+        given: dict[str, int] = {}
+        for sample in update.samples:
+            given[sample.group_id] = given.get(sample.group_id, 0) + 1
+        assert [group for part in record.parts for group in part] == list(given)
+        assert [sum(given[group] for group in part) for part in record.parts] == update.parts
+        assert (record.attempt, record.expect) == (update.attempt, update.expect)
+        assert record.learning_rate == update.learning_rate
+        assert LossSpec(**record.loss) == update.loss
+        for sample in update.samples:
+            oldest, newest = record.versions[sample.group_id]
+            steps = [PolicyVersion.parse(span.version).step for span in sample.versions]
+            assert PolicyVersion.parse(oldest).step <= min(steps)
+            assert PolicyVersion.parse(newest).step >= max(steps)
 
 
 async def test_parts_are_trained_before_the_batch_is_there(tmp_path: Path) -> None:
@@ -95,6 +119,7 @@ async def test_any_bound_holds_with_parts(tmp_path: Path, staleness: int | None)
         run.engine.faults.plan("slow", times=None, delay=0.06, when=lambda request: request.order % 7 == 0)
         assert await run.run() == 0, run.error()
         audit(run, steps=10, staleness=staleness)
+        check_schedule(run)
         assert balance(run) == {"issued": 40, "trained": 40}
         assert max(len(update.parts) for update in run.updates) > 1
 
@@ -135,6 +160,7 @@ async def test_a_trainer_that_fails_below_a_part_loses_and_repeats_nothing(tmp_p
         assert [update.attempt for update in run.updates] == [1, 0, 0]
         assert all(len({sample.sample_id for sample in update.samples}) == 8 for update in run.updates)
         assert run.metrics()[0]["metrics"]["update/attempts"] == 2
+        check_schedule(run)
         assert any("step 1 is tried again from its first group, attempt 1" in text for text in run.warnings())
 
 
@@ -203,6 +229,7 @@ async def test_o42_a_kill_below_an_open_step_loses_and_doubles_nothing(tmp_path:
         assert run.updates[-1].step >= 3
         assert await run.run(resume=True, limit_s=60.0) == 0, run.error()
         audit(run, steps=6, staleness=1)
+        check_schedule(run)
         assert balance(run) == {"issued": 24, "trained": 24}
         assert not list((run.run_dir / "spool").iterdir())
 
