@@ -136,8 +136,10 @@ def plan_part(
         on_stale: "wait" or "drop".
     """
     ready = sorted(ready)
-    usable = [group for group in ready if is_usable(group.oldest_version, step, max_staleness)]
-    drop = tuple(group for group in ready if not is_usable(group.oldest_version, step, max_staleness))
+    versions = {group.oldest_version for group in ready}
+    unusable = {version for version in versions if not is_usable(version, step, max_staleness)}
+    usable = [group for group in ready if group.oldest_version not in unusable] if unusable else ready
+    drop = tuple(group for group in ready if group.oldest_version in unusable) if unusable else ()
     late = frozenset(v for v, count in running.items() if count and not is_usable(v, step, max_staleness))
     if max_staleness is None or on_stale == "drop":
         return PartPlan(tuple(usable[:places]), None, drop, late)

@@ -234,6 +234,25 @@ async def test_o42_a_kill_below_an_open_step_loses_and_doubles_nothing(tmp_path:
         assert not list((run.run_dir / "spool").iterdir())
 
 
+async def test_a_trainer_that_dies_below_a_part_is_made_up_for_from_the_last_checkpoint(tmp_path: Path) -> None:
+    changes = {"pipeline": {"max_staleness": 1}, "trainer": {"save_freq": 2}}
+    async with FakeRun(tmp_path, prompts=24, **small(**changes)) as run:
+        slow_group(run, 13, 0.5)
+
+        async def watch(job: Job) -> None:
+            await run.until(lambda: run.trainer._open is not None and run.trainer._open.step >= 4, "an open step", 40.0)
+            await run.trainer.die()
+            await run.trainer.start_again()
+            run.write_services()
+            await asyncio.Event().wait()
+
+        assert await run.run(watch=watch, limit_s=60.0) == 0, run.error()
+        audit(run, steps=6, staleness=1)
+        check_schedule(run)
+        assert balance(run) == {"issued": 24, "trained": 24}
+        assert run.manifest(6)["lineage"] == 1
+
+
 # Too old --------------------------------------------------------------------------------------------------------------
 
 
