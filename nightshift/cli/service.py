@@ -22,6 +22,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")
 def up(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8700,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of gRPC's JobService; left out: none.")
+    ] = None,
     data_dir: Annotated[Path, typer.Option(help="Database, runs and uploads.", envvar="NIGHTSHIFT_DATA_DIR")] = Path(
         "~/.local/state/nightshift"
     ),
@@ -38,6 +41,7 @@ def up(
     return serve(
         host=host,
         port=port,
+        grpc_port=grpc_port,
         data_dir=data_dir.expanduser(),
         at_once=at_once,
         allow=allow_path or [],

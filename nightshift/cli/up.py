@@ -10,7 +10,15 @@ from nightshift.cli import prepare
 
 
 def serve(
-    *, host: str, port: int, data_dir: Path, at_once: int, allow: Sequence[Path], no_token: bool, as_json: bool
+    *,
+    host: str,
+    port: int,
+    grpc_port: int | None,
+    data_dir: Path,
+    at_once: int,
+    allow: Sequence[Path],
+    no_token: bool,
+    as_json: bool,
 ) -> int:
     """Becomes the service's process; returns only where it cannot be started.
 
@@ -21,6 +29,7 @@ def serve(
     arguments = ["--host", host, "--port", str(port), "--data-dir", str(data_dir), "--at-once", str(at_once)]
     for path in allow:
         arguments += ["--allow-path", str(path)]
+    arguments += ["--grpc-port", str(grpc_port)] if grpc_port is not None else []
     arguments += ["--no-token"] if no_token else []
     arguments += ["--json"] if as_json else []
     command = prepare.module("orchestrator.api", *arguments)

@@ -32,6 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="nightshift up")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8700)
+    parser.add_argument("--grpc-port", type=int)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--allow-path", type=Path, action="append", default=[])
@@ -62,6 +63,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     data_dir: Path = arguments.data_dir.expanduser().resolve()
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _alone(data_dir):
+        name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         settings = {"command": json.loads(arguments.command)} if arguments.command else {}
         config = ServiceConfig(
             data_dir=data_dir,
@@ -69,12 +71,12 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_token=not arguments.no_token,
             allowed=[path.expanduser().resolve() for path in arguments.allow_path],
             at_once=arguments.at_once,
+            grpc=f"{name}:{arguments.grpc_port}" if arguments.grpc_port is not None else "",
             **settings,
         )
         listening = _listen(arguments.host, arguments.port)
         service = Service(config)
         _keep_token(service, data_dir / TOKEN_FILE)
-        name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{name}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(
@@ -84,7 +86,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 timeout_graceful_shutdown=_GRACE_S,
                 server_header=False,
             ),
-            lambda: _announce(url, data_dir, arguments),
+            lambda: _announce(url, service.grpc_port, data_dir, arguments),
         )
         asyncio.run(server.serve([listening]))
         left = service.scheduler.driven
@@ -113,12 +115,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _announce(url: str, data_dir: Path, arguments: argparse.Namespace) -> None:
+def _announce(url: str, grpc_port: int, data_dir: Path, arguments: argparse.Namespace) -> None:
     if arguments.json:
         token = None if arguments.no_token else str(data_dir / TOKEN_FILE)
-        print(json.dumps({"kind": "service", "url": url, "token_file": token, "pid": os.getpid()}), flush=True)
+        found = {"kind": "service", "url": url, "grpc_port": grpc_port or None, "token_file": token, "pid": os.getpid()}
+        print(json.dumps(found), flush=True)
         return
     print(f"listening on {url}; data in {data_dir}", flush=True)
+    if grpc_port:
+        print(f"gRPC on port {grpc_port}", flush=True)
     if not arguments.no_token:
         print(f"administrator's token: {data_dir / TOKEN_FILE}", flush=True)
 

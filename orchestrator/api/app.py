@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from orchestrator.api import (
     routes_page,
     routes_settings,
 )
+from orchestrator.api.grpc_jobs import make_server
 from orchestrator.api.limits import Limits
 from orchestrator.api.models import Health
 from orchestrator.api.problems import MEDIA_TYPE, ProblemError, errors
@@ -44,12 +46,20 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
         drive: whether jobs are started and followed; False serves alone.
     """
 
+    rate = RateLimit(service.config.requests_per_s, service.config.burst, time.monotonic)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         if drive:
             service.scheduler.start()
+        server = make_server(service, rate) if service.config.grpc else None
+        if server is not None:
+            service.grpc_port = server.add_insecure_port(service.config.grpc)
+            await server.start()
         yield
-        service.close()
+        if server is not None:
+            await server.stop(grace=2.0)
+        await asyncio.to_thread(service.close)
 
     app = FastAPI(
         title="Nightshift",
@@ -65,7 +75,6 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
         app.include_router(module.router)
     metrics = Metrics()
     _add_health(app, service, metrics)
-    rate = RateLimit(service.config.requests_per_s, service.config.burst, time.monotonic)
     app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(Limits, config=service.config, rate=rate)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ class ServiceConfig:
         allowed: folders of this machine whose files submissions may name.
         at_once: most jobs that run at one time.
         command: of a job's process; ``{job}`` and ``{folder}`` stand for its file and folder.
+        grpc: address for gRPC, for example ``127.0.0.1:8701``; port 0: any free one; empty: none.
         requests_per_s: of one token, in the long run; ``burst`` at once.
     """
 
@@ -40,6 +41,7 @@ class ServiceConfig:
             *("run", "{job}", "--resume", "{folder}", "--json"),
         ]
     )
+    grpc: str = ""
     max_body: int = MIB
     max_upload: int = 256 * MIB
     max_project_uploads: int = 4096 * MIB

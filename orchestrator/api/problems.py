@@ -132,33 +132,54 @@ def status_of(error: NightshiftError) -> tuple[int, str]:
     return 500, "internal"
 
 
+def answer(path: str, error: BaseException) -> JSONResponse:
+    """The problem that an error stands for. What was not foreseen goes to the log, and is a 500."""
+    match error:
+        case ProblemError():
+            return respond(
+                path,
+                error.status,
+                error.detail,
+                kind=error.kind,
+                fields=error.errors,
+                state=error.state,
+                headers=error.headers,
+            )
+        case NightshiftError():
+            return _ours(path, error)
+        case SQLAlchemyError():
+            _log.warning("%s: database: %s", path, str(error).splitlines()[0])
+            detail = "the service's database is away; running jobs go on, and nothing is lost: try again"
+            return respond(path, 503, detail, kind="database-away", headers={"Retry-After": "5"})
+        case OSError():
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            _log.warning("%s: %s", path, error)
+            detail = "the service's disk is full" if full else f"the service cannot use its files: {error.strerror}"
+            kind = "disk-full" if full else "files"
+            return respond(path, 503, detail, kind=kind, headers={"Retry-After": "60"})
+    _log.error("%s: an error that was not foreseen", path, exc_info=error)
+    return respond(path, 500, "an error that was not foreseen; the service's log has it")
+
+
+def _ours(path: str, error: NightshiftError) -> JSONResponse:
+    status, kind = status_of(error)
+    if status == 500:
+        _log.error("%s: %s", path, error)
+    state = str(error.state) if isinstance(error, StateConflictError) else None
+    fields = error.problems if isinstance(error, DocumentError | SettingsError) else None
+    detail = f"{error.message}. {error.fix}" if error.fix else error.message
+    headers = {"Retry-After": "30"} if status == 429 else None
+    return respond(path, status, detail, kind=kind, role=error.role, fields=fields, state=state, headers=headers)
+
+
 def install(app: FastAPI) -> None:
     """Makes every error of an application a problem."""
 
-    @app.exception_handler(ProblemError)
-    async def _problem(request: Request, error: ProblemError) -> JSONResponse:
-        return respond(
-            request.url.path,
-            error.status,
-            error.detail,
-            kind=error.kind,
-            fields=error.errors,
-            state=error.state,
-            headers=error.headers,
-        )
+    async def any_error(request: Request, error: Exception) -> JSONResponse:
+        return answer(request.url.path, error)
 
-    @app.exception_handler(NightshiftError)
-    async def _ours(request: Request, error: NightshiftError) -> JSONResponse:
-        status, kind = status_of(error)
-        if status == 500:
-            _log.error("%s %s: %s", request.method, request.url.path, error)
-        state = str(error.state) if isinstance(error, StateConflictError) else None
-        fields = error.problems if isinstance(error, DocumentError | SettingsError) else None
-        detail = f"{error.message}. {error.fix}" if error.fix else error.message
-        headers = {"Retry-After": "30"} if status == 429 else None
-        return respond(
-            request.url.path, status, detail, kind=kind, role=error.role, fields=fields, state=state, headers=headers
-        )
+    for kind in (ProblemError, NightshiftError, SQLAlchemyError, OSError, Exception):
+        app.add_exception_handler(kind, any_error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -176,31 +197,6 @@ def install(app: FastAPI) -> None:
             detail = f"{request.method} is not possible at {request.url.path}"
         headers = dict(error.headers) if error.headers else None
         return respond(request.url.path, error.status_code, detail, headers=headers)
-
-    @app.exception_handler(SQLAlchemyError)
-    async def _database(request: Request, error: SQLAlchemyError) -> JSONResponse:
-        _log.warning("%s %s: database: %s", request.method, request.url.path, str(error).splitlines()[0])
-        return respond(
-            request.url.path,
-            503,
-            "the service's database is away; running jobs go on, and nothing is lost: try again",
-            kind="database-away",
-            headers={"Retry-After": "5"},
-        )
-
-    @app.exception_handler(OSError)
-    async def _os(request: Request, error: OSError) -> JSONResponse:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        _log.warning("%s %s: %s", request.method, request.url.path, error)
-        detail = "the service's disk is full" if full else f"the service cannot use its files: {error.strerror}"
-        return respond(
-            request.url.path, 503, detail, kind="disk-full" if full else "files", headers={"Retry-After": "60"}
-        )
-
-    @app.exception_handler(Exception)
-    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
-        _log.exception("%s %s", request.method, request.url.path, exc_info=error)
-        return respond(request.url.path, 500, "an error that was not foreseen; the service's log has it")
 
 
 def _field(location: tuple[int | str, ...]) -> str:

@@ -49,6 +49,11 @@ def _run_dir(service: Service, caller: Caller, job_id: str) -> Path:
     return Path(visible(service, caller, job_id).run_dir)
 
 
+def logs_of(service: Service, caller: Caller, job_id: str) -> dict[str, Path]:
+    """Role -> its log."""
+    return readers.log_files(_run_dir(service, caller, job_id))
+
+
 @router.get("/jobs/{job_id}/metrics-history", response_model=MetricsHistory, responses=errors(404))
 def metrics_history(
     service: ServiceDep,
@@ -100,6 +105,11 @@ def rollouts(
         offset=offset,
         limit=limit,
     )
+    return find_rollouts(service, caller, job_id, query)
+
+
+def find_rollouts(service: Service, caller: Caller, job_id: str, query: readers.RolloutQuery) -> RolloutPage:
+    """One page of stored samples."""
     total, rows = readers.rollouts(_run_dir(service, caller, job_id) / "rollouts", query)
     return RolloutPage(total=total, rollouts=[_rollout(row) for row in rows])
 
@@ -145,7 +155,12 @@ def _checkpoint(view: readers.CheckpointView) -> Checkpoint:
     )
 
 
-def _one(service: Service, caller: Caller, job_id: str, step: int) -> readers.CheckpointView:
+def one_checkpoint(service: Service, caller: Caller, job_id: str, step: int) -> readers.CheckpointView:
+    """The checkpoint of a step.
+
+    Raises:
+        ProblemError: there is none.
+    """
     views = readers.checkpoint_views(_run_dir(service, caller, job_id))
     found = next((view for view in views if view.step == step), None)
     if found is None:
@@ -164,7 +179,7 @@ def _one(service: Service, caller: Caller, job_id: str, step: int) -> readers.Ch
 )
 def checkpoint_archive(service: ServiceDep, caller: Reader, job_id: JobId, step: Step) -> StreamingResponse:
     """A checkpoint as one tar stream."""
-    view = _one(service, caller, job_id, step)
+    view = one_checkpoint(service, caller, job_id, step)
     archive = readers.Archive(view.folder, view.folder.name)
     headers = {
         "Content-Length": str(archive.size),
@@ -187,7 +202,7 @@ def checkpoint_file(
     service: ServiceDep, caller: Reader, job_id: JobId, step: Step, name: Annotated[str, InPath(max_length=255)]
 ) -> FileResponse:
     """One file of a checkpoint; ranges are served."""
-    view = _one(service, caller, job_id, step)
+    view = one_checkpoint(service, caller, job_id, step)
     if name not in view.files:
         raise ProblemError(404, f"the checkpoint of step {step} has no file {name!r}")
     return FileResponse(view.folder / name, media_type="application/octet-stream", filename=name)
@@ -196,7 +211,7 @@ def checkpoint_file(
 @router.get("/jobs/{job_id}/logs", response_model=LogList, responses=errors(404))
 def logs(service: ServiceDep, caller: Reader, job_id: JobId) -> LogList:
     """Which logs there are."""
-    found = readers.log_files(_run_dir(service, caller, job_id))
+    found = logs_of(service, caller, job_id)
     return LogList(logs=[LogFile(role=role, bytes=path.stat().st_size) for role, path in found.items()])
 
 
@@ -213,7 +228,7 @@ def log(
     lines: Annotated[int, Query(ge=1, le=100_000)] = 200,
 ) -> PlainTextResponse:
     """The last lines of a role's log."""
-    found = readers.log_files(_run_dir(service, caller, job_id))
+    found = logs_of(service, caller, job_id)
     if role not in found:
         raise ProblemError(404, f"job {job_id} has no log of {role!r}; it has: {', '.join(found) or 'none yet'}")
     return PlainTextResponse(readers.log_tail(found[role], lines))

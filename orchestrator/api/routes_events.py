@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from nightshift.cli.runs import EVENTS
 from orchestrator.api.models import Upload
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.routes_jobs import JobId
-from orchestrator.api.service import Reader, ServiceDep, Submitter, visible
+from orchestrator.api.service import Reader, Service, ServiceDep, Submitter, visible
 from orchestrator.api.stream import boundary, events
 from orchestrator.jobs.states import ENDED, JobState
 from orchestrator.store.jobs import UnknownJobError
@@ -58,13 +59,7 @@ async def job_events(
     if service.streams >= service.config.max_streams:
         raise ProblemError(429, "too many event streams are open", headers={"Retry-After": "10"})
 
-    def ended() -> bool:
-        try:
-            return service.jobs.get(job_id).state in _DONE
-        except UnknownJobError:
-            return True
-        except SQLAlchemyError:  # away: the stream goes on
-            return False
+    ended = partial(finished, service, job_id)
 
     async def counted() -> Any:
         service.streams += 1
@@ -75,6 +70,16 @@ async def job_events(
             service.streams -= 1
 
     return EventSourceResponse(counted(), ping=_PING_S)
+
+
+def finished(service: Service, job_id: str) -> bool:
+    """Whether no event of a job comes any more, until somebody resumes it."""
+    try:
+        return service.jobs.get(job_id).state in _DONE
+    except UnknownJobError:
+        return True
+    except SQLAlchemyError:  # away: the stream goes on
+        return False
 
 
 @router.put(

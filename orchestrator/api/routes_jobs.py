@@ -77,16 +77,16 @@ async def submit(
     body = await request.body()
     document = _parse(request, body)
     record, created = await run_in_threadpool(
-        _submit, service, caller, document, project, priority, idempotency_key, traceparent or ""
+        submit_document, service, caller, document, project, priority, idempotency_key, traceparent or ""
     )
     if not created:
         response.status_code = 200
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     service.scheduler.wake()
-    return _detail(record)
+    return detail(record)
 
 
-def _submit(
+def submit_document(
     service: Service,
     caller: Caller,
     document: dict[str, Any],
@@ -95,6 +95,7 @@ def _submit(
     key: str | None,
     traceparent: str,
 ) -> tuple[JobRecord, bool]:
+    """Queues a job; returns it, and whether it is new."""
     project = caller.project_for(asked)
     if service.access.project(project) is None:
         raise ProblemError(404, f"there is no project {project!r}")
@@ -167,16 +168,14 @@ def list_jobs(
 @router.get("/jobs/{job_id}", response_model=JobDetail, responses=errors(404))
 def get_job(service: ServiceDep, caller: Reader, job_id: JobId) -> JobDetail:
     """One job."""
-    return _detail(visible(service, caller, job_id))
+    return detail(visible(service, caller, job_id))
 
 
 @router.delete("/jobs/{job_id}", status_code=204, response_class=Response, responses=errors(404, 409))
 def delete_job(service: ServiceDep, caller: Submitter, job_id: JobId) -> None:
     """Removes a job that has ended, with everything that it wrote."""
     record = service.jobs.change(job_id, lambda status: ask(status, Call.DELETE), project=caller.project)
-    if not service.config.database_url:
-        pass  # its ledger lies in its folder
-    else:
+    if service.config.database_url:  # else its ledger lies in its folder
         store = StateStore(service.config.database_url)
         try:
             store.forget(record.id)
@@ -187,7 +186,8 @@ def delete_job(service: ServiceDep, caller: Submitter, job_id: JobId) -> None:
     service.access.note(caller.name, "job.delete", record.id, record.project)
 
 
-def _steer(service: Service, caller: Caller, job_id: str, call: Call) -> Job:
+def steer(service: Service, caller: Caller, job_id: str, call: Call) -> Job:
+    """Asks for a change of a job's state."""
     before = visible(service, caller, job_id)
     record = service.jobs.change(job_id, lambda status: ask(status, call), project=caller.project)
     if record.status != before.status:
@@ -200,29 +200,30 @@ def _steer(service: Service, caller: Caller, job_id: str, call: Call) -> Job:
 @router.post("/jobs/{job_id}/pause", response_model=Job, responses=errors(404, 409))
 def pause(service: ServiceDep, caller: Submitter, job_id: JobId) -> Job:
     """Asks a job to leave a checkpoint and to free what it holds; it is `paused` once that is done."""
-    return _steer(service, caller, job_id, Call.PAUSE)
+    return steer(service, caller, job_id, Call.PAUSE)
 
 
 @router.post("/jobs/{job_id}/resume", response_model=Job, responses=errors(404, 409))
 def resume(service: ServiceDep, caller: Submitter, job_id: JobId) -> Job:
     """Queues a paused, cancelled or failed job again; it goes on from its newest checkpoint."""
-    return _steer(service, caller, job_id, Call.RESUME)
+    return steer(service, caller, job_id, Call.RESUME)
 
 
 @router.post("/jobs/{job_id}/cancel", response_model=Job, responses=errors(404, 409))
 def cancel(service: ServiceDep, caller: Submitter, job_id: JobId) -> Job:
     """Ends a job; where it has made steps, it leaves a checkpoint."""
-    return _steer(service, caller, job_id, Call.CANCEL)
+    return steer(service, caller, job_id, Call.CANCEL)
 
 
 @router.post("/plan", response_model=dict[str, Any], responses=errors(404, 415), openapi_extra=JOB_BODY)
 async def plan(request: Request, service: ServiceDep, caller: Submitter) -> dict[str, Any]:
     """Checks a job as a submission would, and estimates its memory. Nothing is started."""
     document = _parse(request, await request.body())
-    return await _plan(service, caller, document)
+    return await make_plan(service, caller, document)
 
 
-async def _plan(service: Service, caller: Caller, document: dict[str, Any]) -> dict[str, Any]:
+async def make_plan(service: Service, caller: Caller, document: dict[str, Any]) -> dict[str, Any]:
+    """Checks a job, and estimates what it needs."""
     spec = validate(document)
     check_code(spec, caller.may(Scope.CODE))
     with tempfile.TemporaryDirectory(prefix="plan-", dir=service.config.data_dir) as folder:
@@ -253,5 +254,6 @@ async def _plan(service: Service, caller: Caller, document: dict[str, Any]) -> d
     return found
 
 
-def _detail(record: JobRecord) -> JobDetail:
+def detail(record: JobRecord) -> JobDetail:
+    """A job with its job file."""
     return JobDetail(**Job.of(record).model_dump(), spec=record.spec)

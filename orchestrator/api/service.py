@@ -13,7 +13,6 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import Engine
 
-from nightshift.wire.errors import NightshiftError
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.problems import ProblemError
 from orchestrator.jobs.scheduler import Scheduler, SchedulerConfig
@@ -58,6 +57,7 @@ class Service:
             ),
         )
         self.streams = 0
+        self.grpc_port = 0
         self.settings_lock = threading.Lock()
         if self.access.project(DEFAULT_PROJECT) is None:
             self.access.put_project(DEFAULT_PROJECT)
@@ -118,14 +118,22 @@ def caller_of(
     Raises:
         ProblemError: 401 for a token that is missing, unknown, expired or revoked.
     """
-    service = service_of(request)
-    if credentials is None:
+    return caller_from(service_of(request), credentials.credentials if credentials is not None else None)
+
+
+def caller_from(service: Service, text: str | None) -> Caller:
+    """Who a token's text stands for; None: there was none.
+
+    Raises:
+        ProblemError: 401 for a token that is missing, unknown, expired or revoked.
+    """
+    if text is None:
         if not service.config.require_token:
             return Caller("local", None, frozenset({Scope.ADMIN}))
         raise ProblemError(
             401, "a bearer token is needed: Authorization: Bearer ns_…", headers={"WWW-Authenticate": "Bearer"}
         )
-    token = service.access.check_token(credentials.credentials)
+    token = service.access.check_token(text)
     if token is None:
         raise ProblemError(
             401,
@@ -135,11 +143,20 @@ def caller_of(
     return Caller(token.name, token.project, token.scopes)
 
 
+def check_scope(caller: Caller, scope: Scope) -> Caller:
+    """The caller.
+
+    Raises:
+        ProblemError: 403 where the scope is missing.
+    """
+    if not caller.may(scope):
+        raise ProblemError(403, f"this token has no scope {str(scope)!r}", kind="scope-missing")
+    return caller
+
+
 def _needs(scope: Scope) -> Callable[[Caller], Caller]:
     def check(caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
-        if not caller.may(scope):
-            raise ProblemError(403, f"this token has no scope {str(scope)!r}", kind="scope-missing")
-        return caller
+        return check_scope(caller, scope)
 
     return check
 
@@ -157,8 +174,3 @@ def visible(service: Service, caller: Caller, job_id: str) -> JobRecord:
         UnknownJobError: there is none.
     """
     return service.jobs.get(job_id, caller.project)
-
-
-def failed(error: NightshiftError) -> str:
-    """One of our errors as a sentence."""
-    return f"{error.message}. {error.fix}" if error.fix else error.message
