@@ -36,7 +36,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 _PAGE = 50
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = Any  # grpc carries no types
 
 
 def _call(scope: Scope) -> Callable[[Any], Any]:
