@@ -23,9 +23,14 @@ from nightshift.wire.errors import BadInputError
 _KEY = "algorithm.estimator"
 _FIXES = {
     _KEY: "An estimator is a function of (batch, config) that returns [N] numbers or N arrays [T_i]",
+    "algorithm.policy_loss": "A policy loss is a function of (inputs, spec) that returns [T] losses",
     "data.curriculum": "A curriculum is a function of (prompts, epoch) that returns one number per prompt",
 }
-_ARGUMENTS = {_KEY: "(batch, config)", "data.curriculum": "(prompts, epoch)"}
+_ARGUMENTS = {
+    _KEY: "(batch, config)",
+    "algorithm.policy_loss": "(inputs, spec)",
+    "data.curriculum": "(prompts, epoch)",
+}
 
 
 def is_custom(name: str) -> bool:

@@ -22,8 +22,10 @@ PREFERENCE_LOSSES = ("dpo", "ipo")
 
 def _check_loss(name: str) -> str:
     known = (*POLICY_LOSSES, *PREFERENCE_LOSSES)
-    if name not in known:
-        raise ValueError(f"algorithm.policy_loss {name!r} is unknown: choose one of {', '.join(known)}")
+    if name not in known and ":" not in name:
+        raise ValueError(
+            f"algorithm.policy_loss {name!r} is unknown: choose one of {', '.join(known)}, or path.py:function"
+        )
     return name
 
 
@@ -41,7 +43,8 @@ class AlgorithmConfig(Section):
     """Added to GRPO's standard deviation."""
 
     policy_loss: Annotated[str, AfterValidator(_check_loss)] = "ppo_clip"
-    """Policy loss: ppo_clip, ppo_clip_proximal, decoupled_ppo, gspo, cispo; or dpo, ipo on preference data."""
+    """Policy loss: ppo_clip, ppo_clip_proximal, decoupled_ppo, gspo, cispo; dpo, ipo on preference data; or a function
+    of (inputs, spec) that returns [T] losses: ``path.py:function``."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio is clipped to at least 1 - clip_low."""

@@ -65,6 +65,9 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
             reward.model = _model(reward.model, base, f"rewards[{index}].model", problems)
     if spec.data.curriculum is not None:
         spec.data.curriculum = _function(spec.data.curriculum, base, "data.curriculum", problems, parameters=2)
+    if ":" in spec.algorithm.policy_loss:
+        loss = spec.algorithm.policy_loss
+        spec.algorithm.policy_loss = _function(loss, base, "algorithm.policy_loss", problems, parameters=2)
     if ":" in spec.algorithm.estimator:
         spec.algorithm.estimator = _function(spec.algorithm.estimator, base, "algorithm.estimator", problems)
     spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())

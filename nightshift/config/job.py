@@ -120,7 +120,7 @@ class JobSpec(Section):
                 f"algorithm.estimator {algorithm.estimator!r} needs the values of a critic: give scorers.critic "
                 "(critic: {} takes all defaults), or choose another algorithm.estimator"
             )
-        if algorithm.estimator == "vtrace" and POLICY_LOSSES[algorithm.policy_loss]:
+        if algorithm.estimator == "vtrace" and POLICY_LOSSES.get(algorithm.policy_loss, False):
             raise ValueError(
                 f"algorithm.policy_loss {algorithm.policy_loss!r} corrects for the sampler, which the advantages of "
                 "vtrace do already: set it to ppo_clip_proximal"

@@ -36,7 +36,7 @@ def check_loss_spec(spec: LossSpec) -> None:
         BadInputError: the message names the field and what would be right.
     """
     known = (*POLICY_LOSS_NAMES, *PREFERENCE_LOSSES, VALUE_LOSS)
-    if spec.policy_loss not in known:
+    if spec.policy_loss not in known and ":" not in spec.policy_loss:
         raise _bad(f"unknown policy loss {spec.policy_loss!r}", f"Choose one of {', '.join(known)}")
     if spec.aggregation not in AGGREGATIONS:
         raise _bad(f"unknown loss aggregation {spec.aggregation!r}", f"Choose one of {', '.join(AGGREGATIONS)}")
@@ -47,7 +47,7 @@ def check_loss_spec(spec: LossSpec) -> None:
     if not spec.temperature > 0:
         raise _bad(f"temperature is {spec.temperature}", "It must be positive")
     unknown = sorted(set(spec.options) - _OPTIONS)
-    if unknown:
+    if unknown and ":" not in spec.policy_loss:
         raise _bad(f"unknown loss option {unknown[0]!r}", f"Known are {', '.join(sorted(_OPTIONS))}")
     if spec.policy_loss in PREFERENCE_LOSSES:
         if not spec.options.get("beta", 0.0) > 0:
@@ -58,7 +58,7 @@ def check_loss_spec(spec: LossSpec) -> None:
         return
     if "behaviour_cap" in spec.options and spec.policy_loss != "decoupled_ppo":
         raise _bad(f"behaviour_cap with the policy loss {spec.policy_loss!r}", "Use policy_loss decoupled_ppo")
-    if POLICY_LOSS_NAMES.get(spec.policy_loss, True) and _IMPORTANCE & set(spec.options):
+    if POLICY_LOSS_NAMES.get(spec.policy_loss, spec.policy_loss == VALUE_LOSS) and _IMPORTANCE & set(spec.options):
         raise _bad(
             f"importance weights with the policy loss {spec.policy_loss!r}, which corrects for the sampler already",
             "Use policy_loss ppo_clip_proximal",

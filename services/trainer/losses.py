@@ -7,13 +7,15 @@ a batch gets one step, ``prox`` is the current policy without its gradient unles
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nightshift.wire.errors import BadInputError
+from nightshift.algorithms.custom import load_custom
+from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import check_loss_spec
 
@@ -71,11 +73,42 @@ def policy_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
         BadInputError: unknown loss or option.
     """
     check_loss_spec(spec)
-    if spec.policy_loss not in POLICY_LOSSES:
+    if ":" in spec.policy_loss:
+        outputs = _custom_loss(inputs, spec)
+    elif spec.policy_loss in POLICY_LOSSES:
+        outputs = POLICY_LOSSES[spec.policy_loss](inputs, spec)
+    else:
         raise BadInputError(f"{spec.policy_loss!r} is no policy loss", role="trainer", fix="Send it to its own rank")
-    outputs = POLICY_LOSSES[spec.policy_loss](inputs, spec)
     weight = importance_weight(inputs, spec)
     return outputs if weight is None else LossOutputs(outputs.losses * weight, outputs.clipped)
+
+
+_load = functools.lru_cache(maxsize=8)(load_custom)
+
+
+def _custom_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
+    """A loss from the user's file: ``function(inputs, spec)`` gives [T] losses, or a :class:`LossOutputs`.
+
+    Raises:
+        BadInputError: it cannot be loaded.
+        RoleError: it raised, or what it returned is no loss per token with a gradient.
+    """
+    function = _load(spec.policy_loss, "algorithm.policy_loss")
+    name = f"algorithm.policy_loss {spec.policy_loss!r}"
+    try:
+        found = function(inputs, spec)
+    except Exception as error:  # whatever the user's code raises
+        raise RoleError(f"{name} raised {type(error).__name__}: {error}", role="trainer") from error
+    outputs = found if isinstance(found, LossOutputs) else LossOutputs(found, torch.zeros_like(inputs.mask))
+    losses = outputs.losses
+    if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise RoleError(
+            f"{name} returned {shape}, expected one loss per token: {tuple(inputs.logprobs.shape)}", role="trainer"
+        )
+    if inputs.logprobs.requires_grad and not losses.requires_grad:
+        raise RoleError(f"{name} returned losses without a gradient", role="trainer", fix="Use inputs.logprobs")
+    return outputs
 
 
 def _register(function: PolicyLoss) -> PolicyLoss:

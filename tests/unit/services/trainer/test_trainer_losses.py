@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from nightshift.wire.errors import BadInputError
+from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import POLICY_LOSS_NAMES
 from services.trainer.losses import POLICY_LOSSES, LossInputs, importance_weight, kl_terms, policy_loss
@@ -40,6 +42,34 @@ def test_a_loss_beside_the_policy_losses_is_refused() -> None:
     for name in ("value", "dpo"):
         with pytest.raises(BadInputError, match=name):
             policy_loss(inputs(tensor([-1.0]), [-1.0], [1]), LossSpec(policy_loss=name, options={"beta": 0.1}))
+
+
+def custom(folder: Path, body: str) -> LossSpec:
+    (folder / "mine.py").write_text(f"import torch\ndef loss(inputs, spec):\n    {body}\n")
+    return LossSpec(policy_loss=f"{folder / 'mine.py'}:loss", options={"anything": 1.0})
+
+
+def test_a_loss_of_the_users_own_is_called_with_inputs_and_spec(tmp_path: Path) -> None:
+    logprobs = tensor([-1.0, -2.0]).requires_grad_()
+    spec = custom(tmp_path, "return -inputs.advantages * inputs.logprobs * spec.options['anything']")
+    outputs = policy_loss(inputs(logprobs, [-1.0, -2.0], [1, -1]), spec)
+    outputs.losses.sum().backward()
+    close(logprobs.grad, [-1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return inputs.logprobs.sum()", "one loss per token"),
+        ("return 1.0", "one loss per token"),
+        ("return inputs.logprobs.detach()", "without a gradient"),
+        ("raise KeyError('x')", "raised KeyError"),
+    ],
+)
+def test_what_a_loss_of_the_users_own_returns_is_checked(tmp_path: Path, body: str, says: str) -> None:
+    spec = custom(tmp_path, body)
+    with pytest.raises(RoleError, match=says):
+        policy_loss(inputs(tensor([-1.0]).requires_grad_(), [-1.0], [1]), spec)
 
 
 def test_every_name_that_is_accepted_is_a_loss() -> None:
