@@ -13,7 +13,7 @@ from orchestrator.runner.engine import Engine
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance
 from tests.fakes.engine import FakeEngine
-from tests.fakes.requests import GENERATE, INFO, ROUTE, Request
+from tests.fakes.requests import GENERATE, INFO, PREFETCH, ROUTE, Request
 from tests.fakes.run import FakeRun
 
 PUSH = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", INFO]
@@ -46,6 +46,32 @@ async def test_o40_weights_are_pushed_whole_before_the_next_request(tmp_path: Pa
             for request in run.samples():
                 before = [call for call in run.engine.requests[: request.order] if call.path.split("?")[0] in PUSH]
                 assert before[-1].path == INFO
+
+
+async def test_weights_that_come_by_http_are_fetched_before_decoding_stops(tmp_path: Path) -> None:
+    async with FakeRun(tmp_path, prompts=8, token_s=0.001) as run:
+        run.engine.source = {"url": "http://127.0.0.1:9/weights", "token": "t"}
+        run.write_services()
+        assert await run.run() == 0, run.error()
+        audit(run, steps=4, staleness=1)
+        assert admin(run.engine) == [INFO, "/init_weight_transfer_engine", *[PREFETCH, *PUSH] * 5]
+        (prepared,) = run.engine.calls("/init_weight_transfer_engine")
+        assert prepared.body == {"init_info": run.engine.source}
+        fetched = [call.body["update_info"]["path"] for call in run.engine.calls(PREFETCH)]
+        assert fetched == [call.body["update_info"]["path"] for call in run.engine.calls("/update_weights")]
+        assert not any(call.paused for call in run.engine.calls(PREFETCH))
+
+
+async def test_weights_that_cannot_be_fetched_fail_the_push_while_decoding_goes_on(tmp_path: Path) -> None:
+    async with FakeRun(tmp_path, prompts=8, pipeline={"max_staleness": 0}) as run:
+        run.engine.source = {"url": "http://127.0.0.1:9/weights", "token": "t"}
+        run.write_services()
+        run.engine.route_faults.plan("422", PREFETCH, times=None, skip=2)
+        assert await run.run() == 1
+        assert "[rollout] rollout-0 refused /nightshift/v1/prefetch with 422" in run.error()
+        assert len(run.updates) == 2
+        assert len(run.engine.calls("/pause")) == 2
+        assert run.engine._go.is_set()
 
 
 @pytest.mark.parametrize("phase", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])

@@ -23,7 +23,7 @@ from nightshift.wire.request_log import log_path
 from services.rollout.request_log import RequestLogger
 from tests.fakes import choices, frames, policy, telling
 from tests.fakes.faults import Fault, Faults
-from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, ROUTE, VLLM, Refused, Request, body_of
+from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, PREFETCH, ROUTE, VLLM, Refused, Request, body_of
 from tests.fakes.telling import disconnected, seed_of, step_of, tokens_before
 from tests.fixtures.tokenizer_k import EOS
 
@@ -47,6 +47,7 @@ class FakeEngine:
         frozen: its engine draws nothing and takes no calls, while the API server goes on answering what it can.
         silent: it takes connections and answers nothing, as a process that was stopped.
         managed: whether its entry in services.json says that the agent started it.
+        source: weight server that its entry names; {}: it reads the folder.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class FakeEngine:
         self.logs = logs
         self.slots = slots
         self.managed = False
+        self.source: dict[str, str] = {}
         self.faults = Faults()
         self.route_faults = Faults()
         self.requests: list[Request] = []
@@ -139,7 +141,7 @@ class FakeEngine:
             "token": self.token,
             "incarnation": self.incarnation,
             "weight_backend": "safetensors",
-            "init_info": {"root": str(self.store)},
+            "init_info": self.source or {"root": str(self.store)},
             "pid": int(self.managed),
         }
 
@@ -152,11 +154,6 @@ class FakeEngine:
     def running(self) -> int:
         """Samples being drawn now."""
         return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        """Samples in its queue."""
-        return self._queue
 
     def calls(self, path: str) -> list[Request]:
         """Requests to one path."""
@@ -181,7 +178,7 @@ class FakeEngine:
         self._prefixes: dict[tuple[int, ...], np.ndarray] = {}
         self.frozen = self.silent = False
         self.drawn = 0
-        self._queue = 0
+        self.waiting = 0
         self._free = asyncio.Semaphore(self.slots)
 
     # HTTP -------------------------------------------------------------------------------------------------------------
@@ -272,7 +269,7 @@ class FakeEngine:
                 request.outbox.put_nowait(frames.part(request))
 
     def _offers(self, path: str) -> bool:
-        if path in (ROUTE, INFO):
+        if path in (ROUTE, INFO, PREFETCH):
             return self.route
         return path in VLLM[self.vllm]["routes"] and path not in self.missing
 
@@ -298,7 +295,7 @@ class FakeEngine:
                     self._session = None
                 raise Refused(int(fault.kind), f"planned {fault.kind}")
             if path == "/metrics":
-                load = {"running": len(self._running), "waiting": self._queue, "slots": self.slots}
+                load = {"running": len(self._running), "waiting": self.waiting, "slots": self.slots}
                 return 200, telling.metrics(**load, drawn=self.drawn).encode()
             if not self._offers(path):
                 raise Refused(404, f"no route {path}")
@@ -324,7 +321,10 @@ class FakeEngine:
                 return {"object": "list", "data": [{"id": "base"}]}
             case "/nightshift/v1/info":
                 offered = [path for path in VLLM[self.vllm]["routes"] if self._offers(path)]
-                return telling.info(self.vllm, self.version, offered, self.missing)
+                return telling.info(self.vllm, self.version, offered, self.missing, bool(self.source))
+            case "/nightshift/v1/prefetch":
+                if request.body["init_info"] != self.source:
+                    raise Refused(400, "another weight server")
             case "/is_paused":
                 return {"is_paused": not self._go.is_set()}
             case "/weight_info":
@@ -409,11 +409,11 @@ class FakeEngine:
             await asyncio.sleep(fault.delay)
         await self._open.wait()
         await self._go.wait()
-        self._queue += 1
+        self.waiting += 1
         try:
             await self._free.acquire()
         finally:
-            self._queue -= 1
+            self.waiting -= 1
         self._running.add(request.order)
         try:
             if fault and fault.kind == "slow":

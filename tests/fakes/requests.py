@@ -14,6 +14,7 @@ from services.rollout.request_log import RequestLogger, ResponseLog
 GENERATE = "/inference/v1/generate"
 ROUTE = "/nightshift/v1/generate"
 INFO = "/nightshift/v1/info"
+PREFETCH = "/nightshift/v1/prefetch"
 BASE_VERSION = "default"
 #: What each version of vLLM offers; see scripts/vllm_routes.py.
 VLLM: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_routes.json").read_text())

@@ -9,7 +9,7 @@ from tests.fakes.faults import Fault
 from tests.fakes.requests import VLLM
 
 
-def info(vllm: str, version: str, offered: list[str], missing: frozenset[str]) -> dict[str, Any]:
+def info(vllm: str, version: str, offered: list[str], missing: frozenset[str], prefetch: bool) -> dict[str, Any]:
     """The answer of our info route."""
     return {
         "vllm_version": vllm,
@@ -22,6 +22,7 @@ def info(vllm: str, version: str, offered: list[str], missing: frozenset[str]) -
             "pause": "/pause" in offered,
             "update_phases": "/update_weights" in offered and "weight_transfer" not in missing,
             "abort": "/abort_requests" in offered,
+            "prefetch": prefetch,
         },
     }
 

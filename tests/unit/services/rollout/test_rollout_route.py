@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from nightshift.wire import codec
 from nightshift.wire.experience import VersionSpan
 from nightshift.wire.frames import Frame, FrameReader
-from nightshift.wire.rollout import INFO
+from nightshift.wire.rollout import INFO, PREFETCH
 from nightshift.wire.rollout import ROUTE as GENERATE
-from services.rollout import streams
+from services.rollout import pull, streams
 from services.rollout.route import Route
+from services.rollout.weights import WeightFileError
 from tests.unit.services.rollout.fake_vllm import Call, FakeEngineClient, Inner
 
 
@@ -294,3 +296,53 @@ async def test_a_malformed_request_is_a_400_that_names_the_field(changes: dict[s
 async def test_a_body_that_is_no_request_is_a_400(body: bytes) -> None:
     call = await Server().admin(GENERATE, body)
     assert call.status == 400
+
+
+async def test_weights_are_fetched_while_decoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pull.URL_VARIABLE, "http://trainer/weights")
+    monkeypatch.setenv(pull.CACHE_VARIABLE, str(tmp_path / "cache"))
+    fetched = []
+    monkeypatch.setattr(pull, "fetch", lambda *given: fetched.append(given))
+    server = Server()
+    file = {"path": "3.safetensors", "bytes": 7, "digest": "a" * 64}
+    source = {"url": "http://trainer:80/weights", "token": "t"}
+    call = await server.admin(PREFETCH, json.dumps({"init_info": source, "update_info": file}).encode())
+    assert call.status == 200
+    expected = pull.Source("http://trainer:80/weights", "t"), pull.RemoteFile("3.safetensors", 7, "a" * 64)
+    assert fetched == [(*expected, tmp_path / "cache")]
+    assert not server.inner.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"", 400, "prefetch:"),
+        (b"[]", 400, "prefetch:"),
+        (b'{"init_info": {}, "update_info": {}}', 400, "prefetch:"),
+        (b'{"init_info": {"url": "http://elsewhere"}, "update_info": {}}', 400, "NIGHTSHIFT_WEIGHT_URL allows"),
+        (
+            b'{"init_info": {"url": "http://trainer"}, "update_info": {"path": "../x"}}',
+            400,
+            "a name that none can have",
+        ),
+        (
+            b'{"init_info": {"url": "http://trainer"}, "update_info": {"path": "1.safetensors", "bytes": 1, "digest": "'
+            + b"0" * 64
+            + b'"}}',
+            422,
+            "the weight server refuses the token",
+        ),
+    ],
+)
+async def test_weights_that_cannot_be_fetched_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, status: int, text: str
+) -> None:
+    def refused(*_given: object) -> None:
+        raise WeightFileError("the weight server refuses the token")
+
+    monkeypatch.setenv(pull.URL_VARIABLE, "http://trainer")
+    monkeypatch.setenv(pull.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pull, "fetch", refused)
+    call = await Server().admin(PREFETCH, body)
+    assert call.status == status
+    assert text in json.loads(call.body)["error"]["message"]
