@@ -57,7 +57,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def jump(self, seconds: float) -> None:
         """Lets time pass."""
-        self._virtual = math.ceil((self._virtual + seconds) / self._tick_s - 1e-6) * self._tick_s
+        due = self._virtual + seconds
+        # Never short of the timer: it would be asked for again and again.
+        self._virtual = max(due, math.ceil(due / self._tick_s - 1e-6) * self._tick_s)
 
     @property
     def outside(self) -> bool:

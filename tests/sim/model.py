@@ -178,7 +178,7 @@ class EngineModel:
             step = self.speed.step_s(busy)
             target = self._next_mark()
             due = max(0.0, target - self._progress) * step
-            if due > now - self._now:
+            if due > now - self._now + _LEAST:
                 self._progress += (now - self._now) / step
                 self._pass(now - self._now)
                 return

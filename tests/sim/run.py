@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
+import httpx
+
+import orchestrator.runner.engine
 import orchestrator.runner.scorer
 import orchestrator.runner.trainer
+from orchestrator.runner.engine import Engine
 from tests.fakes.engine import FakeEngine
 from tests.fakes.run import FakeRun
 from tests.sim.clock import Clock
 from tests.sim.engine import SimEngine
-from tests.sim.inprocess import InProcessStub
+from tests.sim.inprocess import App, InProcessHttp, InProcessStub
 from tests.sim.lengths import Lengths
 from tests.sim.model import Speed
 from tests.sim.scorers import SimScorers
@@ -97,18 +102,29 @@ class SimRun(FakeRun):
 
     @contextmanager
     def in_process(self) -> Iterator[None]:
-        """Calls of the orchestrator in this process go to scorers and trainer without gRPC.
+        """The orchestrator in this process reaches the services without sockets and threads: see that module."""
+        engine, scorer, trainer = orchestrator.runner.engine, orchestrator.runner.scorer, orchestrator.runner.trainer
 
-        gRPC does its work in threads of its own, for which a virtual clock cannot wait.
-        """
-        scorer, trainer = orchestrator.runner.scorer, orchestrator.runner.trainer
-        before = scorer.scorer_pb2_grpc.ScorerServiceStub, trainer.trainer_pb2_grpc.TrainerServiceStub
-        scorer.scorer_pb2_grpc.ScorerServiceStub = lambda _channel: InProcessStub(self.scorers)
-        trainer.trainer_pb2_grpc.TrainerServiceStub = lambda _channel: InProcessStub(self.trainer)
-        try:
+        def app(url: str) -> App:
+            return next(sim._app for sim in self.sims if sim.address["url"] == url)
+
+        def client(self: Engine, _connections: int | None) -> httpx.AsyncClient:
+            headers = {"Authorization": f"Bearer {self.address.token}"}
+            transport = httpx.ASGITransport(app(self.address.url))
+            return httpx.AsyncClient(transport=transport, base_url=self.address.url, headers=headers)
+
+        def http(url: str, headers: Mapping[str, str]) -> InProcessHttp:
+            return InProcessHttp(app(url), headers)
+
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (engine, "Http1Client", http),
+                (engine.Engine, "_client", client),
+                (scorer.scorer_pb2_grpc, "ScorerServiceStub", lambda _channel: InProcessStub(self.scorers)),
+                (trainer.trainer_pb2_grpc, "TrainerServiceStub", lambda _channel: InProcessStub(self.trainer)),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
             yield
-        finally:
-            scorer.scorer_pb2_grpc.ScorerServiceStub, trainer.trainer_pb2_grpc.TrainerServiceStub = before
 
     def _engine(self, store: Path, name: str, *, token_s: float, route: bool) -> FakeEngine:
         return SimEngine(

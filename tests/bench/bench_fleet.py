@@ -1,0 +1,412 @@
+"""The orchestrator with a simulated fleet: its own cost, and the throughput of its schedule beside the analytic bound.
+
+``python -m tests.bench.bench_fleet PART [--out FILE]``, from the repository's folder. Parts:
+
+``cores``   admission, plan of an update, ledger and refill alone, per prompt group, at 1,024 to 16,384 in flight.
+``ratio``   synchronous and asynchronous steps at 256 engines and 16,384 prompt groups in flight, on a virtual clock.
+``knee``    the same over staleness bounds, at a quarter of the size.
+``cost``    the orchestrator in a process of its own, with HTTP, gRPC and SQL, on a scaled clock: CPU, memory.
+``table``   prints the results in FILE.
+
+On a virtual clock computing takes no time, so that the schedule is measured and not this machine; requests go to the
+simulated servers without sockets. On a scaled clock everything is real but the servers' work; the share of a core that
+the orchestrator was busy says whether it was held back. Stages are balanced for the synchronous arm: a judge answers
+after as long as generation of a batch takes, and so does the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nightshift.algorithms.staleness import GroupAge, left_behind, plan_part
+from nightshift.analysis.speedup import StageTimes, speedup, staleness_needed, step_seconds
+from nightshift.wire.events import read_events
+from orchestrator.runner.admission import Admission
+from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from tests.sim.alone import generate
+from tests.sim.clock import run_virtual
+from tests.sim.run import Scale, SimRun
+
+#: Samples of a prompt group.
+N = 4
+#: Tokens of a prompt of the simulated jobs.
+PROMPT_TOKENS = 40
+BATCH, ENGINES, IN_FLIGHT = 2048, 256, 16_384
+BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
+#: Steps between which the pace is taken, and steps before them.
+STEPS, WARM = 6, 2
+TICK_S = 0.005
+
+
+# Stages by themselves -------------------------------------------------------------------------------------------------
+
+
+def balanced(engines: int, batch: int) -> tuple[Scale, StageTimes]:
+    """A fleet whose judge and trainer take as long as generation, and its stages measured alone."""
+    scale = Scale(engines=engines)
+    drawn = [
+        generate(
+            [f"g{group:07d}.{slot}.0" for group in range(at * batch, (at + 1) * batch) for slot in range(N)],
+            PROMPT_TOKENS,
+            engines,
+            scale.speed,
+            scale.lengths,
+        )
+        for at in range(3)
+    ]
+    seconds = statistics.fmean(one.seconds for one in drawn)
+    tokens = statistics.fmean(one.tokens for one in drawn) + batch * N * PROMPT_TOKENS
+    scale = Scale(engines=engines, score_s=seconds, train_token_s=seconds / tokens)
+    times = StageTimes(
+        generation=seconds,
+        scoring=seconds,
+        training=seconds,
+        publication=scale.publish_s,
+        pause=scale.load_s,
+        occupancy=statistics.fmean(one.occupancy for one in drawn),
+    )
+    return scale, times
+
+
+# On a virtual clock ---------------------------------------------------------------------------------------------------
+
+
+def settings(batch: int, eta: int | None, steps: int, in_flight: int) -> dict[str, Any]:
+    """A job's settings."""
+    return {
+        "rollout": {"batch_size": batch, "n": N, "flush_tokens": 1024},
+        "trainer": {"total_steps": steps, "learning_rate": 1e-6},
+        "scorers": {"batch_samples": 8 * N},
+        # Without a bound nothing but this holds the number in flight.
+        "pipeline": {
+            "max_staleness": eta,
+            "streaming": False,
+            "max_groups_in_flight": in_flight if eta is None else None,
+        },
+        "tracking": {"tensorboard": False, "rollouts": False},
+    }
+
+
+async def _virtual(scale: Scale, job: dict[str, Any]) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory() as folder:
+        run = SimRun(Path(folder), scale, **job)
+        with run.in_process():
+            async with run:
+                peak = 0
+
+                async def watch(runner: Any) -> None:
+                    nonlocal peak
+                    while True:
+                        await asyncio.sleep(0.5)
+                        attempt = getattr(runner, "_attempt", None)
+                        pipeline = getattr(attempt, "pipeline", None) or getattr(runner, "_pipeline", None)
+                        if pipeline is not None:
+                            peak = max(peak, len(pipeline.state.running) + len(pipeline.state.ready))
+
+                code = await run.run(watch=watch, limit_s=1e7)
+                if code:
+                    raise RuntimeError(f"the run failed: {run.error()}")
+                trainer = run.sim_trainer
+                engines = [sim.model for sim in run.sims]
+                return {
+                    "applied": trainer.applied,
+                    "ages": {str(age): tokens for age, tokens in sorted(trainer.ages.items())},
+                    "samples": trainer.samples,
+                    "twice": trainer.twice,
+                    "peak_in_flight": peak,
+                    "virtual_s": loop.time(),
+                    "preemptions": sum(engine.preemptions for engine in engines),
+                    "gap_s": statistics.median(gaps) if (gaps := [g for sim in run.sims for g in sim.gaps]) else None,
+                }
+
+
+def pace(applied: list[float], eta: int | None) -> float:
+    """Seconds of a step: from the first update in the synchronous arm, after the warm-up otherwise."""
+    warm = 0 if eta == 0 else WARM
+    return (applied[-1] - applied[warm]) / (len(applied) - 1 - warm)
+
+
+def arm(engines: int, batch: int, eta: int | None, in_flight: int) -> dict[str, Any]:
+    """One run on a virtual clock, beside what the model says."""
+    scale, times = balanced(engines, batch)
+    steps = 4 if eta == 0 else WARM + STEPS + 1
+    began, cpu = time.monotonic(), time.process_time()
+    result = run_virtual(_virtual(scale, settings(batch, eta, steps, in_flight)), TICK_S)
+    tokens = sum(result["ages"].values())
+    late = 0 if eta is None else sum(count for age, count in result["ages"].items() if not 0 <= int(age) <= eta)
+    return {
+        **result,
+        "engines": engines,
+        "batch": batch,
+        "eta": eta,
+        "step_s": round(pace(result["applied"], eta), 3),
+        "predicted_s": round(step_seconds(times, eta), 3),
+        "bound": round(speedup(times, None), 4),
+        "predicted_knee": staleness_needed(times),
+        "generation_alone_s": round(times.generation, 3),
+        "occupancy_alone": round(times.occupancy, 4),
+        "trained_tokens": tokens,
+        "tokens_beyond_bound": late,
+        "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+    }
+
+
+# Pure cores -----------------------------------------------------------------------------------------------------------
+
+
+def cores(in_flight: int, rounds: int = 5) -> dict[str, Any]:
+    """Milliseconds per prompt group that the decisions take, with so many groups in flight all the time."""
+    eta = 7
+    batch = in_flight // (eta + 1)
+    values = []
+    for _ in range(rounds):
+        ledger, admission = Ledger(), Admission(eta, batch, 1_000_000)
+        started: dict[int, int] = {}
+        ready: dict[int, GroupAge] = {}
+        versions: dict[int, int] = {}
+        groups, began = 0, time.process_time()
+        for step in range(eta + 3):
+            for _ in range(admission.headroom(ledger.accepted, ledger.running)):
+                index = ledger.issued
+                ledger.issue(GroupRecord(index, index, 0, f"{index:032x}"))
+                started[index] = step
+                versions[step] = versions.get(step, 0) + 1
+                groups += 1
+            for index in list(started)[: batch + batch // 2]:
+                ledger.move(index, GroupState.READY, oldest_version=f"run/0/{started[index]}")
+                versions[started[index]] -= 1
+                ready[index] = GroupAge(started.pop(index), index)
+                # What the pipeline asks at each end of a group.
+                admission.headroom(ledger.accepted, ledger.running)
+            running = {version: count for version, count in versions.items() if count}
+            plan = plan_part(step, ready.values(), running, places=batch, batch_size=batch, max_staleness=eta)
+            assert len(plan.take) == batch
+            for age in plan.take:
+                del ready[age.order]
+            left = [*ready.values(), *(GroupAge(version, index) for index, version in started.items())]
+            assert not left_behind(step, left, batch_size=batch, max_staleness=eta)
+            ledger.train((age.order for age in plan.take), step + 1, 0)
+            ledger.check()
+            admission.finish_step(batch)
+        values.append(1000 * (time.process_time() - began) / groups)
+    return {"in_flight": in_flight, "ms_per_group": round(statistics.median(values), 4), "all": values}
+
+
+# The whole orchestrator -----------------------------------------------------------------------------------------------
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+class Sampler(threading.Thread):
+    """CPU seconds, memory and open files of a process, twice a second."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self.rows: list[tuple[float, float, int, int]] = []
+
+    def run(self) -> None:
+        """Samples until the process has ended."""
+        while True:
+            try:
+                files = sum(1 for _ in Path(f"/proc/{self._pid}/fd").iterdir())
+                self.rows.append((time.time(), _cpu(self._pid), _memory(self._pid), files))
+            except (OSError, StopIteration):
+                return
+            time.sleep(0.5)
+
+    def cpu_at(self, moment: float) -> float:
+        """CPU seconds at a time, between two samples in proportion."""
+        before = max((row for row in self.rows if row[0] <= moment), default=self.rows[0])
+        after = min((row for row in self.rows if row[0] > moment), default=self.rows[-1])
+        if after[0] <= before[0]:
+            return before[1]
+        return before[1] + (after[1] - before[1]) * (moment - before[0]) / (after[0] - before[0])
+
+
+@contextmanager
+def serving(folder: Path, scale: Scale, job: dict[str, Any]) -> Iterator[Path]:
+    """Simulated services in a process of their own; yields the run's folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.sim.serve", str(folder), scale.to_json(), json.dumps(job)], stderr=sys.stderr
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := list(folder.glob("runs/*/services.json"))):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the simulated services did not start within 120 s")
+            time.sleep(0.1)
+        yield found[0].parent
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def cost(engines: int, batch: int, eta: int, factor: float, steps: int, flush_tokens: int) -> dict[str, Any]:
+    """A run with the orchestrator in a process of its own."""
+    scale, times = balanced(engines, batch)
+    scale = Scale(**{**vars(scale), "factor": factor})
+    job = settings(batch, eta, steps, 0)
+    job["rollout"]["flush_tokens"] = flush_tokens
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with serving(folder, scale, job) as run_dir:
+            command = [sys.executable, "-m", "orchestrator.runner", "--run-dir", str(run_dir)]
+            process = subprocess.Popen(command)
+            sampler = Sampler(process.pid)
+            sampler.start()
+            try:
+                code = process.wait()
+            finally:
+                process.kill()
+        events = read_events(run_dir / "events.jsonl")
+        seen = json.loads((folder / "sim.json").read_text())
+    if code:
+        raise RuntimeError([event for event in events if event["kind"] == "job"][-1].get("error"))
+    ends = [event["time"] for event in events if event["kind"] == "step"]
+    groups, first = batch * (len(ends) - 1), ends[0]
+    spent = sampler.cpu_at(ends[-1]) - sampler.cpu_at(first)
+    inside = [row for row in sampler.rows if first <= row[0] <= ends[-1]]
+    at_start = next(event["time"] for event in events if event["kind"] == "job" and event.get("state") == "running")
+    base = max((row[2] for row in sampler.rows if row[0] <= at_start), default=0)
+    late = sum(tokens for age, tokens in seen["ages"].items() if not 0 <= int(age) <= eta)
+    return {
+        "engines": engines,
+        "batch": batch,
+        "eta": eta,
+        "in_flight": (eta + 1) * batch,
+        "factor": factor,
+        "flush_tokens": flush_tokens,
+        "groups": groups,
+        "cpu_ms_per_group": round(1000 * spent / groups, 3),
+        "busy_share": round(spent / (ends[-1] - first), 3),
+        "step_s": round(factor * (ends[-1] - first) / (len(ends) - 1), 2),
+        "predicted_s": round(step_seconds(times, eta), 2),
+        "memory_base_mib": round(base / 2**20, 1),
+        "memory_peak_mib": round(max(row[2] for row in inside) / 2**20, 1),
+        "files_peak": max(row[3] for row in sampler.rows),
+        "trained_tokens": sum(seen["ages"].values()),
+        "tokens_beyond_bound": late,
+        "samples_twice": seen["twice"],
+        "services_cpu_s": round(seen["cpu_s"], 1),
+    }
+
+
+# Command --------------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """Where and when this was measured."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in ("grpcio", "httptools", "sqlalchemy", "numpy")},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def note(path: Path | None, part: str, key: str, value: dict[str, Any]) -> None:
+    """Prints a result and puts it into the file beside the others."""
+    print(json.dumps({part: {key: value}}), flush=True)
+    if path is not None:
+        results = json.loads(path.read_text()) if path.exists() else {}
+        results.setdefault(part, {})[key] = value
+        results.setdefault("environment", {})[part] = environment()
+        path.write_text(json.dumps(results, indent=1))
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as text."""
+    lines = []
+    for name, value in results.get("cores", {}).items():
+        lines.append(f"cores  {name:>6} in flight: {value['ms_per_group']:.4f} ms per group")
+    for part in ("ratio", "knee"):
+        arms = results.get(part, {})
+        base = arms.get("0")
+        for name, value in arms.items():
+            gain = base["step_s"] / value["step_s"] if base else float("nan")
+            lines.append(
+                f"{part:<6} eta {name:>4}: {value['step_s']:8.2f} s a step, {gain:.3f} times synchronous (model "
+                f"{value['predicted_s']:.2f} s; bound {value['bound']:.3f}, knee {value['predicted_knee']}), "
+                f"{value['peak_in_flight']} in flight, {value['tokens_beyond_bound']} of {value['trained_tokens']} "
+                "tokens beyond the bound"
+            )
+    for name, value in results.get("cost", {}).items():
+        lines.append(
+            f"cost   {name}: {value['cpu_ms_per_group']:.2f} ms per group, busy {value['busy_share']:.0%} of a core, "
+            f"{value['memory_peak_mib']:.0f} MiB (base {value['memory_base_mib']:.0f}), {value['files_peak']} files, "
+            f"{value['tokens_beyond_bound']} tokens beyond the bound"
+        )
+    return "\n".join(lines)
+
+
+def _bound(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["cores", "ratio", "knee", "cost", "table"])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--eta", type=_bound, nargs="*", help="only these bounds; 'none' for none")
+    parser.add_argument("--engines", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--factor", type=float, default=1.0, help="simulated seconds in a real one, of cost")
+    parser.add_argument("--steps", type=int, default=4, help="of cost")
+    parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
+    options = parser.parse_args()
+    if options.part == "cores":
+        for in_flight in (1024, 4096, 16_384):
+            note(options.out, "cores", str(in_flight), cores(in_flight))
+    elif options.part in ("ratio", "knee"):
+        small = options.part == "knee"
+        engines = options.engines or (ENGINES // 4 if small else ENGINES)
+        batch = options.batch or (BATCH // 4 if small else BATCH)
+        bounds = BOUNDS if small else (0, IN_FLIGHT // BATCH - 1)
+        for eta in options.eta or bounds:
+            value = arm(engines, batch, eta, 8 * batch)
+            note(options.out, options.part, "none" if eta is None else str(eta), value)
+    elif options.part == "cost":
+        engines, batch = options.engines or ENGINES, options.batch or BATCH
+        (eta,) = options.eta or (7,)
+        value = cost(engines, batch, eta, options.factor, options.steps, options.flush_tokens)
+        note(options.out, "cost", f"{value['in_flight']} in flight, flush {options.flush_tokens}", value)
+    else:
+        print(table(json.loads(options.out.read_text())))
+
+
+if __name__ == "__main__":
+    main()
