@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nightshift.wire import logs
 from nightshift.wire.errors import NightshiftError
+from orchestrator.runner.files import raise_limit
 from orchestrator.runner.job import Job
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +27,7 @@ def main() -> int:
     context = logs.setup("orchestrator", arguments.run_dir.resolve().name)
     # Nothing outlives a command that was killed: the parent's death ends this process as Ctrl-C does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    raise_limit()
     try:
         job = Job(arguments.run_dir.resolve(), arguments.otlp_port)
     except NightshiftError as error:

@@ -3,7 +3,8 @@
 httpx looks through its whole pool at each request and each end of one: with 256 responses in flight that was measured
 at 8 ms of CPU per response, more than all of their tokens. Here idle connections are a stack, one response at a time
 has a connection, and the protocol itself is httptools' (llhttp, the parser of Node.js), which takes a tenth of what a
-parser in Python takes. No redirects, no proxies, no cookies: it speaks to rollout servers alone.
+parser in Python takes. Connections of all servers together stay within the limit of open files. No redirects, no
+proxies, no cookies: it speaks to rollout servers alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from urllib.parse import urlsplit
 
 import httptools
+
+from orchestrator.runner.files import ROOM, Room
 
 _CONNECT_TIMEOUT_S = 5.0
 #: Bytes of an answer that may wait for their reader before the server is held.
@@ -53,15 +56,17 @@ class Http1Client:
     Args:
         url: ``http://host:port`` or ``https://host:port``, perhaps with a path before all others.
         headers: sent with each request.
+        room: what bounds the connections of all clients together.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], room: Room = ROOM) -> None:
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._prefix = parts.path.rstrip("/")
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
         self._headers = _fields({"Host": parts.netloc.rpartition("@")[2], **headers})
+        self._room = room
         self._idle: list[_Connection] = []
 
     async def close(self) -> None:
@@ -70,9 +75,20 @@ class Http1Client:
         for connection in idle:
             connection.close()
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self, path: str, body: bytes, headers: Mapping[str, str], on_sent: Callable[[], None] | None = None
+    ) -> AbstractAsyncContextManager[Answer]:
+        """As :meth:`request`."""
+        return self.request("POST", path, body, headers, on_sent)
+
+    @asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        on_sent: Callable[[], None] | None = None,
     ) -> AsyncIterator[Answer]:
         """Sends a request and gives its answer; leaving before its end closes the connection.
 
@@ -80,7 +96,9 @@ class Http1Client:
             ConnectionLostError: the server cannot be reached, or went away.
             ValueError: a header holds a line break.
         """
-        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}{_fields(headers)}Content-Length: {len(body)}\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{_fields(headers)}"
+        if body or method != "GET":
+            head += f"Content-Length: {len(body)}\r\n"
         connection = await self._connection()
         whole = False
         try:
@@ -92,20 +110,32 @@ class Http1Client:
         finally:
             if whole:
                 self._idle.append(connection)
+                self._room.rest(connection)
             else:
                 connection.close()
 
     async def _connection(self) -> _Connection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable():
-                return connection
-            connection.close()
+        while True:
+            while self._idle:
+                connection = self._idle.pop()
+                if self._room.use(connection) and connection.usable():
+                    return connection
+                connection.close()
+            if self._room.enter():
+                return await self._connect()
+            await self._room.wait()
+
+    async def _connect(self) -> _Connection:
+        """A new connection, for which there is room."""
         loop = asyncio.get_running_loop()
+        connection = _Connection(self._room.leave)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._context)
-        except (OSError, TimeoutError) as error:
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._context)
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError | TimeoutError):
+                raise
             cause = "no connection within 5 s" if isinstance(error, TimeoutError) else f"{error}"
             raise ConnectionLostError(cause) from error
         return connection
@@ -117,7 +147,8 @@ class _Connection(asyncio.Protocol):
     A call that waits holds a future that the next event of the connection ends; there is never more than one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, closed: Callable[[], None]) -> None:
+        self._closed: Callable[[], None] | None = closed
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
@@ -144,6 +175,9 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Closes it at once, whatever is under way."""
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed()
         if self._transport is not None and not self._loop.is_closed():
             self._transport.abort()
 
@@ -216,7 +250,7 @@ class _Connection(asyncio.Protocol):
         self._end("the server closed the connection within its answer")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The connection is gone."""
+        """The connection is gone; whoever has it closes it."""
         self._end(str(error) if error else "the server closed the connection without an answer")
 
     def pause_writing(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 
 Script = Callable[[int, bytes], list[bytes | None]]
@@ -181,6 +182,49 @@ async def test_the_caller_hears_when_a_request_has_left() -> None:
     assert not task.done()
     release.set()
     assert await asyncio.wait_for(task, 5) == b"hello"
+    await client.close()
+    listener.close()
+
+
+async def test_connections_stay_within_their_room_and_idle_ones_make_way() -> None:
+    room = Room(4)
+    async with serving(lambda number, request: [CHUNKED]) as (server, _), serving(lambda n, r: [PLAIN]) as (other, _):
+        first, second = Http1Client(server.url, {}, room), Http1Client(other.url, {}, room)
+        assert await asyncio.gather(*(ask(first) for _ in range(12))) == [(200, b"hello")] * 12
+        assert server.connections == room.open == 4
+        assert await asyncio.gather(*(ask(second) for _ in range(12))) == [(200, b"hello")] * 12
+        assert other.connections == 4
+        assert room.open <= 4
+        assert await ask(first) == (200, b"hello")
+        gone = Http1Client("http://127.0.0.1:1", {}, room)
+        for _ in range(6):
+            with pytest.raises(ConnectionLostError):
+                await ask(gone)
+        assert room.open <= 4
+        for client in (first, second):
+            await client.close()
+        assert room.open == 0
+
+
+async def test_who_is_cancelled_while_it_waits_for_room_takes_none() -> None:
+    room, release = Room(1), asyncio.Event()
+
+    async def answer_later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"body")
+            await release.wait()
+            writer.write(PLAIN)
+
+    listener = await asyncio.start_server(answer_later, "127.0.0.1", 0)
+    client = Http1Client(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", {}, room)
+    holding, waiting, last = (asyncio.create_task(ask(client)) for _ in range(3))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    release.set()
+    assert await asyncio.wait_for(holding, 5) == (200, b"hello")
+    assert await asyncio.wait_for(last, 5) == (200, b"hello")
+    assert waiting.cancelled()
+    assert room.open == 1
     await client.close()
     listener.close()
 
