@@ -44,8 +44,6 @@ from tests.sim.alone import generate
 from tests.sim.clock import run_virtual
 from tests.sim.run import Scale, SimRun
 
-#: Samples of a prompt group.
-N = 4
 #: Tokens of a prompt of the simulated jobs.
 PROMPT_TOKENS = 40
 BATCH, ENGINES, IN_FLIGHT = 2048, 256, 16_384
@@ -58,12 +56,12 @@ TICK_S = 0.005
 # Stages by themselves -------------------------------------------------------------------------------------------------
 
 
-def balanced(engines: int, batch: int) -> tuple[Scale, StageTimes]:
+def balanced(engines: int, batch: int, n: int) -> tuple[Scale, StageTimes]:
     """A fleet whose judge and trainer take as long as generation, and its stages measured alone."""
     scale = Scale(engines=engines)
     drawn = [
         generate(
-            [f"g{group:07d}.{slot}.0" for group in range(at * batch, (at + 1) * batch) for slot in range(N)],
+            [f"g{group:07d}.{slot}.0" for group in range(at * batch, (at + 1) * batch) for slot in range(n)],
             PROMPT_TOKENS,
             engines,
             scale.speed,
@@ -72,7 +70,7 @@ def balanced(engines: int, batch: int) -> tuple[Scale, StageTimes]:
         for at in range(3)
     ]
     seconds = statistics.fmean(one.seconds for one in drawn)
-    tokens = statistics.fmean(one.tokens for one in drawn) + batch * N * PROMPT_TOKENS
+    tokens = statistics.fmean(one.tokens for one in drawn) + batch * n * PROMPT_TOKENS
     scale = Scale(engines=engines, score_s=seconds, train_token_s=seconds / tokens)
     times = StageTimes(
         generation=seconds,
@@ -88,12 +86,12 @@ def balanced(engines: int, batch: int) -> tuple[Scale, StageTimes]:
 # On a virtual clock ---------------------------------------------------------------------------------------------------
 
 
-def settings(batch: int, eta: int | None, steps: int, in_flight: int) -> dict[str, Any]:
+def settings(batch: int, n: int, eta: int | None, steps: int, in_flight: int) -> dict[str, Any]:
     """A job's settings."""
     return {
-        "rollout": {"batch_size": batch, "n": N, "flush_tokens": 1024},
+        "rollout": {"batch_size": batch, "n": n, "flush_tokens": 1024},
         "trainer": {"total_steps": steps, "learning_rate": 1e-6},
-        "scorers": {"batch_samples": 8 * N},
+        "scorers": {"batch_samples": 8 * n},
         # Without a bound nothing but this holds the number in flight.
         "pipeline": {
             "max_staleness": eta,
@@ -144,18 +142,19 @@ def pace(applied: list[float], eta: int | None) -> float:
     return (applied[-1] - applied[warm]) / (len(applied) - 1 - warm)
 
 
-def arm(engines: int, batch: int, eta: int | None, in_flight: int) -> dict[str, Any]:
+def arm(engines: int, batch: int, n: int, eta: int | None, in_flight: int) -> dict[str, Any]:
     """One run on a virtual clock, beside what the model says."""
-    scale, times = balanced(engines, batch)
+    scale, times = balanced(engines, batch, n)
     steps = 4 if eta == 0 else WARM + STEPS + 1
     began, cpu = time.monotonic(), time.process_time()
-    result = run_virtual(_virtual(scale, settings(batch, eta, steps, in_flight)), TICK_S)
+    result = run_virtual(_virtual(scale, settings(batch, n, eta, steps, in_flight)), TICK_S)
     tokens = sum(result["ages"].values())
     late = 0 if eta is None else sum(count for age, count in result["ages"].items() if not 0 <= int(age) <= eta)
     return {
         **result,
         "engines": engines,
         "batch": batch,
+        "samples_a_group": n,
         "eta": eta,
         "step_s": round(pace(result["applied"], eta), 3),
         "predicted_s": round(step_seconds(times, eta), 3),
@@ -272,11 +271,11 @@ def serving(folder: Path, scale: Scale, job: dict[str, Any]) -> Iterator[Path]:
             process.kill()
 
 
-def cost(engines: int, batch: int, eta: int, factor: float, steps: int, flush_tokens: int) -> dict[str, Any]:
+def cost(engines: int, batch: int, n: int, eta: int, factor: float, steps: int, flush_tokens: int) -> dict[str, Any]:
     """A run with the orchestrator in a process of its own."""
-    scale, times = balanced(engines, batch)
+    scale, times = balanced(engines, batch, n)
     scale = Scale(**{**vars(scale), "factor": factor})
-    job = settings(batch, eta, steps, 0)
+    job = settings(batch, n, eta, steps, 0)
     job["rollout"]["flush_tokens"] = flush_tokens
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -303,6 +302,7 @@ def cost(engines: int, batch: int, eta: int, factor: float, steps: int, flush_to
     return {
         "engines": engines,
         "batch": batch,
+        "samples_a_group": n,
         "eta": eta,
         "in_flight": (eta + 1) * batch,
         "factor": factor,
@@ -384,6 +384,7 @@ def main() -> None:
     parser.add_argument("--eta", type=_bound, nargs="*", help="only these bounds; 'none' for none")
     parser.add_argument("--engines", type=int)
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--samples", type=int, help="of a prompt group")
     parser.add_argument("--factor", type=float, default=1.0, help="simulated seconds in a real one, of cost")
     parser.add_argument("--steps", type=int, default=4, help="of cost")
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
@@ -397,12 +398,12 @@ def main() -> None:
         batch = options.batch or (BATCH // 4 if small else BATCH)
         bounds = BOUNDS if small else (0, IN_FLIGHT // BATCH - 1)
         for eta in options.eta or bounds:
-            value = arm(engines, batch, eta, 8 * batch)
+            value = arm(engines, batch, options.samples or 2, eta, 8 * batch)
             note(options.out, options.part, "none" if eta is None else str(eta), value)
     elif options.part == "cost":
         engines, batch = options.engines or ENGINES, options.batch or BATCH
         (eta,) = options.eta or (7,)
-        value = cost(engines, batch, eta, options.factor, options.steps, options.flush_tokens)
+        value = cost(engines, batch, options.samples or 4, eta, options.factor, options.steps, options.flush_tokens)
         note(options.out, "cost", f"{value['in_flight']} in flight, flush {options.flush_tokens}", value)
     else:
         print(table(json.loads(options.out.read_text())))

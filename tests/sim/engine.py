@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class _Drawing:
     def send(self, tokens: int) -> None:
         """Lets the tokens so far leave, and asks to be told when the next part is due."""
         if tokens > self.request.sent:
-            self.request.outbox.put_nowait(pack_frame(self._frame(tokens)))
+            self.request.outbox.put_nowait(pack_frame(self.request.log.frame(self._frame(tokens))))
         self.stream.mark = self.request.sent + (self.request.flush_tokens or self.stream.length)
 
     def answer(self, counted: bool) -> Any:
@@ -197,10 +198,8 @@ class _Drawing:
         tokens = self.stream.length
         if self.request.framed:
             engine = self._spans(0, tokens) if counted else None
-            frame = self._frame(tokens)
-            return pack_frame(
-                Frame(frame.request_id, frame.start, frame.ids, frame.logprobs, frame.versions, self.finish, "", engine)
-            )
+            last = replace(self._frame(tokens), finish_reason=self.finish, engine_versions=engine)
+            return pack_frame(self.request.log.frame(last))
         ids, logprobs = self._tokens(0, tokens)
         content = [
             {"token_id": token, "logprob": value, "rank": 1}
@@ -215,6 +214,7 @@ class _Drawing:
             "weight_versions": spans,
             "logprobs": {"content": content},
         }
+        self.request.log.choice(choice)
         return {
             "request_id": f"generate-tokens-{self.request.request_id}",
             "model": "base",

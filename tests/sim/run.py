@@ -136,6 +136,7 @@ class SimRun(FakeRun):
             load_s=self.scale.load_s,
             keep=self._keep,
             route=route,
+            logs=self.run_dir / "logs" if self._keep else None,
         )
 
     def _scorers(self) -> SimScorers:
