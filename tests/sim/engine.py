@@ -138,6 +138,24 @@ class SimEngine(FakeEngine):
                     self._idle.notify_all()
         return drawing.answer(VLLM[self.vllm]["spans"])
 
+    @property
+    def waiting(self) -> int:
+        """Samples in its queue."""
+        return len(self.model.waiting)
+
+    def _metrics(self) -> str:
+        model = self.model
+        model.advance(self.clock.now())
+        drawing = sum(model.tokens_of(stream) for stream in (*model.running, *model.waiting))
+        values = {
+            "vllm:num_requests_running": len(model.running),
+            "vllm:num_requests_waiting": len(model.waiting),
+            "vllm:kv_cache_usage_perc": model.kv_used / self.speed.kv_tokens,
+            "vllm:num_preemptions_total": model.preemptions,
+            "vllm:generation_tokens_total": model.tokens + drawing,
+        }
+        return "".join(f'{name}{{engine="0",model_name="policy"}} {float(value)}\n' for name, value in values.items())
+
     def _length(self, request: Request) -> int:
         limit = int(request.sampling["max_tokens"])
         name = request.request_id
