@@ -20,23 +20,18 @@ from nightshift.wire.schedule import StepRecord, append_step
 from nightshift.wire.scoring import SequenceInput
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.admission import Admission
-from orchestrator.runner.batch import (
-    advantage_metrics,
-    batch_metrics,
-    check_budget,
-    dropped_metrics,
-    rollout_rows,
-)
+from orchestrator.runner.batch import check_budget, rollout_rows
 from orchestrator.runner.books import Books
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.commit import Consumed
-from orchestrator.runner.critic import Critic, value_metrics
+from orchestrator.runner.critic import Critic
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
 from orchestrator.runner.rollouts import write_rollouts
 from orchestrator.runner.spool import Spool
+from orchestrator.runner.step_metrics import rate_metrics, stage_metrics, update_metrics
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import Tracking
 from orchestrator.runner.trainer import Publication, TrainerClient, Updated
@@ -111,6 +106,8 @@ class Stepper:
         self._admission = admission
         self._probe = probe
         self._cursor_state = cursor_state
+        extra = {"critic": critic is not None, "teacher": spec.needs_teacher}
+        self._roles = ["rollout", "reward", "reference", *(role for role, there in extra.items() if there)]
         self._in_step = asyncio.Lock()
         self._after: asyncio.Task[None] | None = None
         self._consumed = Consumed()
@@ -205,7 +202,7 @@ class Stepper:
         record = step_record(self._spec, update, updated.stepped, publication.digest)
         append_step(self._run_dir, record)
         self._schedule.append(record)
-        metrics |= self._times(update, updated, publication)
+        metrics |= stage_metrics(update, updated, publication, self._roles)
         self._check_rounding(publication, updated)
         self._metrics = metrics
         if self._save_due():
@@ -320,22 +317,11 @@ class Stepper:
         )
 
     def _step_metrics(self, update: StepUpdate, updated: Updated) -> dict[str, float]:
-        metrics = batch_metrics(update.groups, update.step - 1) | dropped_metrics(self.dropped)
+        metrics = update_metrics(update, updated, self.dropped, values=self._critic is not None)
         self.dropped = []
-        if update.report is not None:
-            metrics |= advantage_metrics(update.report)
-        if self._critic is not None:
-            metrics |= value_metrics(update.samples)
         if self._spec.algorithm.filter_zero_spread:
             metrics["rollout/filtered_groups"], self.filtered = float(self.filtered), 0
-        metrics["rollout/failed_groups"] = float(len(update.failures))
-        metrics |= self._fleet.take_metrics()
-        metrics |= updated.metrics
-        metrics.setdefault("lr", update.learning_rate)
-        metrics["update/skipped"] = float(not updated.stepped)
-        metrics["update/parts"] = float(len(update.parts))
-        metrics["update/attempts"] = float(update.attempt + 1)
-        return metrics
+        return metrics | self._fleet.take_metrics()
 
     def _note_update(self, update: StepUpdate, updated: Updated) -> None:
         if not updated.stepped:
@@ -378,16 +364,9 @@ class Stepper:
         self._admission.finish_step(groups)
         if self.changed is not None:
             await self.changed()
-        metrics["timing/step"] = time.time() - self._last_end
-        start, self._last_end = self._last_end, time.time()
-        span = max(1e-9, self._last_end - start)
-        metrics["timing/push"] = time.time() - began
-        metrics["bubble/trainer"] = 1.0 - covered(within(self.training.intervals(), [(start, self._last_end)])) / span
-        metrics["bubble/rollout"] = (
-            1.0 - covered(within(self._generating.intervals(), [(start, self._last_end)])) / span
-        )
-        metrics["samples_per_second"] = metrics["samples"] / span
-        metrics["response_tokens_per_second"] = metrics["response_length/mean"] * metrics["samples"] / span
+        window, self._last_end = (self._last_end, now := time.time()), now
+        metrics["timing/push"] = now - began
+        metrics |= rate_metrics(metrics, window, self.training.intervals(), self._generating.intervals())
         self._log_step(step, metrics)
         if evaluate and not early:
             await self._evaluate(step)
@@ -420,29 +399,6 @@ class Stepper:
                 f"{self.step}: most of the update is lost in rounding, so that learning starts late. A float32 server "
                 "(rollout.dtype) or a larger trainer.learning_rate avoids it; the metric is sync/changed_fraction",
             )
-
-    def _times(self, update: StepUpdate, updated: Updated, publication: Publication) -> dict[str, float]:
-        roles = {
-            "rollout": "timing/gen",
-            "reward": "timing/reward",
-            "reference": "timing/ref",
-            **({"critic": "timing/values"} if self._critic else {}),
-            **({"teacher": "timing/teacher"} if self._spec.needs_teacher else {}),
-        }
-        times = {
-            name: covered(group.intervals[role] for group in update.groups if role in group.intervals)
-            for role, name in roles.items()
-        }
-        return {
-            **times,
-            "timing/wait": update.waited,
-            "timing/adv": update.advantage_seconds,
-            "timing/update_actor": updated.seconds,
-            "timing/publish": publication.seconds,
-            "sync/changed_fraction": publication.changed_fraction,
-            "sync/bytes": float(publication.bytes),
-            "memory/trainer_peak_bytes": float(updated.peak_memory_bytes),
-        }
 
     def _save_due(self) -> bool:
         frequency = self._spec.trainer.save_freq
