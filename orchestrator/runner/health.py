@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -124,9 +124,19 @@ class ProbeLimits:
     largest: float
     resolution: float
 
+    def above(self, noise: float) -> ProbeLimits:
+        """Limits for a server that was off by ``noise`` when it was first proved: other kernels round otherwise."""
+        return replace(self, resolution=max(self.resolution, min(2 * noise, self.largest / 2)))
 
-#: Measured: a float32 server agrees with the trainer to 1e-5; a bfloat16 one is off by 0.03 to 0.04 in the mean.
-PROBE_LIMITS = {"float32": ProbeLimits(2e-3, 5e-5), "bfloat16": ProbeLimits(0.15, 0.08)}
+
+#: Measured: a float32 server agrees with the trainer to 1e-5 on a CPU and to 0.003 on a GPU; a bfloat16 one is off by
+#: 0.03 to 0.04 in the mean.
+PROBE_LIMITS = {"float32": ProbeLimits(1e-2, 5e-5), "bfloat16": ProbeLimits(0.15, 0.08)}
+
+
+def probe_error(held: Floats, expected: Floats) -> float:
+    """Mean |difference| of log-probs, in nats per token; 0 where there is no probe."""
+    return float(np.abs(held - expected).mean()) if len(held) else 0.0
 
 
 def probe_failure(held: Floats, expected: Floats, previous: Floats | None, limits: ProbeLimits) -> str:
@@ -141,7 +151,7 @@ def probe_failure(held: Floats, expected: Floats, previous: Floats | None, limit
     """
     if not len(held):
         return ""
-    error = float(np.abs(held - expected).mean())
+    error = probe_error(held, expected)
     moved = float(np.abs(expected - previous).mean()) if previous is not None and len(previous) else 0.0
     # A push that did nothing leaves an error as large as the step between the two policies, and one that reached some
     # of the tensors (a tied head is the usual victim) a part of it.

@@ -14,7 +14,7 @@ from nightshift.wire.experience import Floats
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import EngineAwayError
 from orchestrator.runner.engine import Engine, EngineAddress
-from orchestrator.runner.health import Health, ProbeLimits, ServerState, probe_failure
+from orchestrator.runner.health import Health, ProbeLimits, ServerState, probe_error, probe_failure
 from orchestrator.runner.published import probe_values
 from orchestrator.runner.stall import StallRule
 from orchestrator.runner.trainer import Publication
@@ -57,6 +57,7 @@ class Server:
         self.pushing = asyncio.Lock()
         self.stall = StallRule(stall_timeout_s)
         self._initialised = False
+        self._noise: float | None = None  # how far from the trainer it was when it was first proved
         self._held_values: Floats | None = None  # of the probe, by the trainer, for the weights that it held last
 
     @property
@@ -107,9 +108,12 @@ class Server:
     async def _prove(self, publication: Publication, proof: Proof) -> None:
         scores = [await self.engine.score(item["prompt_ids"], item["response_ids"]) for item in proof.inputs]
         held = np.concatenate(scores) if scores else np.zeros(0, np.float32)
-        if failure := probe_failure(held, probe_values(publication), self._held_values, proof.limits):
+        limits = proof.limits.above(self._noise or 0.0)
+        if failure := probe_failure(held, probe_values(publication), self._held_values, limits):
             raise RoleError(
                 f"{self.name} does not compute with the weights of {publication.version}: {failure}",
                 role="rollout",
                 fix="The push reported success but the weights did not arrive; see the server's log",
             )
+        if self._noise is None:
+            self._noise = probe_error(held, probe_values(publication))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from orchestrator.runner.health import PROBE_LIMITS, Health, ServerState, probe_failure
+from orchestrator.runner.health import PROBE_LIMITS, Health, ServerState, probe_error, probe_failure
 
 FP32 = PROBE_LIMITS["float32"]
 BF16 = PROBE_LIMITS["bfloat16"]
@@ -192,6 +193,21 @@ def test_rounding_of_bfloat16_passes_in_bfloat16_alone() -> None:
     held = expected - np.float32(0.04)
     assert probe_failure(held, expected, None, BF16) == ""
     assert probe_failure(held, expected, None, FP32)
+
+
+@pytest.mark.parametrize(("noise", "move"), [(0.0025, 0.14), (0.0025, 0.004), (0.0, 0.004)])
+def test_a_server_is_measured_by_how_far_off_it_was_at_its_start(noise: float, move: float) -> None:
+    """As on a GPU: kernels of server and trainer differ by more than a small update moves the log-probs."""
+    previous = np.array([-1.0, -2.0, -3.0, -0.5], np.float32)
+    expected = previous + np.float32(move) * np.array([1, -1, 1, -1], np.float32)
+    rounding = np.float32(noise) * np.array([1, 1, -1, 1], np.float32)
+    limits = FP32.above(probe_error(previous + rounding, previous))
+    assert probe_failure(expected + rounding, expected, previous, limits) == ""
+    assert bool(probe_failure(previous + rounding, expected, previous, limits)) == (move > 4 * noise)
+
+
+def test_noise_never_hides_what_is_far_off() -> None:
+    assert probe_failure(arrays(-1.0, -2.0), arrays(-1.02, -2.02), None, FP32.above(1.0))
 
 
 def test_values_that_are_not_finite_fail() -> None:
