@@ -138,11 +138,6 @@ class SimEngine(FakeEngine):
                     self._idle.notify_all()
         return drawing.answer(VLLM[self.vllm]["spans"])
 
-    @property
-    def waiting(self) -> int:
-        """Samples in its queue."""
-        return len(self.model.waiting)
-
     def _metrics(self) -> str:
         model = self.model
         model.advance(self.clock.now())
