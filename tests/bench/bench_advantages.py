@@ -39,6 +39,7 @@ def make_batch(count: int, tokens: int) -> tuple[list[Sample], list[np.ndarray]]
                 finish_reason="stop",
                 reward=float(rng.random()),
                 ref_logprobs=logprobs - np.float32(0.1),
+                teacher_logprobs=logprobs + np.float32(0.1),
             )
         )
     return samples, [rng.standard_normal(tokens, dtype=np.float32) for _ in range(count)]
@@ -58,11 +59,15 @@ def main() -> None:
     cases = [(name, AlgorithmConfig(estimator=name)) for name in REGISTRY]
     penalty = AlgorithmConfig(estimator="reinforce_plus_plus", kl_in="reward", kl_coef=0.1, kl_estimator="k3")
     for name, config in [*cases, ("reinforce_plus_plus with KL in the reward", penalty)]:
-        needs_values = REGISTRY[config.estimator].needs_values
+        estimator = REGISTRY[config.estimator]
+        given = {
+            "values": values if estimator.needs_values else None,
+            "target_logprobs": [s.ref_logprobs for s in samples] if estimator.needs_target else None,
+        }
         wall, cpu = [], []
         for _ in range(arguments.repeats):
             at, cpu_at = time.perf_counter(), time.process_time()
-            compute_advantages(samples, config, values=values if needs_values else None)
+            compute_advantages(samples, config, **given)  # type: ignore[arg-type]
             wall.append(time.perf_counter() - at)
             cpu.append(time.process_time() - cpu_at)
         results[name] = {
