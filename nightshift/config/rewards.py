@@ -41,8 +41,12 @@ class PythonReward(Section):
     data_sources: list[str] | None = None
     """Only prompts of these data sources are scored by it; null: all."""
 
+    batched: bool = False
+    """Call the function with lists, one entry per sample of a call; it returns a list of as many results."""
+
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time for one sample; after it the sample is unscored and the worker is replaced."""
+    """Longest time for one sample (of one call, where ``batched``); after it the sample is unscored and the worker is
+    replaced."""
 
     workers: int = Field(default=1, ge=1)
     """Worker processes."""

@@ -116,7 +116,7 @@ def _reward(spec: JobSpec, reward: PythonReward, application: str, otlp: str | N
     # Said here in one sentence, before Serve starts anything; the replica then loads the same file.
     reward_pool.check(reward.function, timeout_s)
     deployment = _deployment(RewardReplica, "reward").bind(
-        reward.function, reward.workers, reward.timeout_s, timeout_s, otlp, run_id
+        reward.function, reward.workers, reward.timeout_s, timeout_s, otlp, run_id, reward.batched
     )
     return _Application(application, "reward", timeout_s, deployment)
 

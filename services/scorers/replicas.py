@@ -125,9 +125,17 @@ class RewardReplica(Replica):
     """A reward function in worker processes of this replica; user code never runs in the replica itself."""
 
     def __init__(
-        self, function: str, workers: int, timeout_s: float, start_timeout_s: float, otlp: str | None, run_id: str
+        self,
+        function: str,
+        workers: int,
+        timeout_s: float,
+        start_timeout_s: float,
+        otlp: str | None,
+        run_id: str,
+        batched: bool = False,
     ) -> None:
         super().__init__("reward", "reward.score", otlp, run_id)
+        self._batched = batched
         self._pool = RewardPool(function, workers=workers, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
         self._pool.start()
 
@@ -144,7 +152,8 @@ class RewardReplica(Replica):
                 if not isinstance(sample.get(key), str):
                     raise WireError(f"sample {index}: {key!r} is {type(sample.get(key)).__name__}, expected a text")
         # The pool keeps each sample's limit itself; a caller that goes away must not lose the others' results.
-        return await asyncio.wrap_future(self._pool.submit(samples))
+        submit = self._pool.submit_batch if self._batched else self._pool.submit
+        return await asyncio.wrap_future(submit(samples))
 
     def _annotate(self, span: trace.Span, results: Sequence[Any]) -> None:
         span.set_attribute("nightshift.unscored", sum(result["score"] is None for result in results))

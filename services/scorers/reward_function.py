@@ -22,6 +22,8 @@ from nightshift.wire.errors import BadInputError
 
 #: What a reward function may ask for, by these names.
 ARGUMENTS = ("prompt", "response", "response_ids", "ground_truth", "data_source", "extra_info", "finish_reason")
+#: Key of a sample that stands for a batch; it holds the samples.
+BATCH = "batch"
 _MODULE = "nightshift_user_reward"
 _ACCEPTED = "a float, an int, a bool, or a map with 'score'"
 _FRAMES = 12  # of a traceback
@@ -36,6 +38,7 @@ class Judgement:
     parts: dict[str, float] = field(default_factory=dict)
     error_type: str = ""  # "", "raised", "type", "not_finite" or "none"
     error: str = ""
+    many: list[Judgement] | None = None  # of each sample of a batch
 
 
 def split_reference(reference: str) -> tuple[Path, str]:
@@ -86,11 +89,15 @@ class RewardFunction:
         Whatever the function raises, ``SystemExit`` included, becomes a judgement with the traceback from the user's
         file on.
         """
+        batch = sample.get(BATCH)
         try:
-            result = self._function(**{name: sample.get(name) for name in self._names})
+            if batch is None:
+                result = self._function(**{name: sample.get(name) for name in self._names})
+            else:
+                result = self._function(**{name: [item.get(name) for item in batch] for name in self._names})
             if inspect.isawaitable(result):
                 result = self._run(result)
-            return judge(result, self.name)
+            return judge(result, self.name) if batch is None else judge_batch(result, self.name, len(batch))
         except BaseException as error:
             return Judgement(None, error_type="raised", error=describe(error, self.path))
 
@@ -131,6 +138,16 @@ def judge(value: Any, function: str) -> Judgement:
         error = f"function {function} returned {number}: expected a finite number"
         return Judgement(None, parts, "not_finite", error)
     return Judgement(number, parts)
+
+
+def judge_batch(values: Any, function: str, samples: int) -> Judgement:
+    """What the list that a batched function returned means."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple) or len(values) != samples:
+        found = f"{len(values)} results" if isinstance(values, list | tuple) else _short(values)
+        return _type_error(f"function {function} returned {found} for a batch of {samples} samples: expected a list")
+    return Judgement(None, many=[judge(value, function) for value in values])
 
 
 def describe(error: BaseException, path: Path) -> str:

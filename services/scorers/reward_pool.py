@@ -29,13 +29,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, RoleTimeoutError, WireError
 from nightshift.wire.scoring import RewardInput, RewardResult
 from services.scorers import frames
 from services.scorers.memory import peak_memory_bytes
-from services.scorers.reward_function import split_reference
+from services.scorers.reward_function import BATCH, split_reference
 
 #: Most processes of one pool, while samples wait behind one that seems to hang.
 MAX_WORKERS = 32
@@ -125,6 +125,28 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
+
+    def submit_batch(self, samples: Sequence[RewardInput]) -> Future[list[RewardResult]]:
+        """Queues samples as one call of a batched function; the future gives one result per sample, in order.
+
+        Raises:
+            WireError: a sample cannot be encoded.
+            RoleError: the pool is closed.
+        """
+        done: Future[list[RewardResult]] = Future()
+        if not samples:
+            done.set_result([])
+            return done
+        whole = cast(RewardInput, {"id": "batch", BATCH: list(samples)})
+
+        def spread(inner: Future[list[RewardResult]]) -> None:
+            if error := inner.exception():
+                done.set_exception(error)
+                return
+            done.set_result(_spread(inner.result()[0], samples))
+
+        self.submit([whole]).add_done_callback(spread)
+        return done
 
     def submit(self, samples: Sequence[RewardInput]) -> Future[list[RewardResult]]:
         """Queues samples; the future gives one result per sample, in order.
@@ -333,7 +355,8 @@ class RewardPool:
             parts = {str(key): float(value) for key, value in message["parts"].items()}
             worker.state, worker.task = "idle", None
             self._recent.append(seconds)
-            self._finish(task, str(message["error_type"]), str(message["error"]), seconds, score, parts)
+            many = message.get("many")
+            self._finish(task, str(message["error_type"]), str(message["error"]), seconds, score, parts, many)
 
     def _finish(
         self,
@@ -343,11 +366,13 @@ class RewardPool:
         seconds: float,
         score: float | None = None,
         parts: dict[str, float] | None = None,
+        many: list[dict[str, Any]] | None = None,
     ) -> None:
         batch = task.batch
-        batch.results[task.index] = RewardResult(
+        result = RewardResult(
             id=task.sample_id, score=score, parts=parts or {}, error_type=error_type, error=error, seconds=seconds
         )
+        batch.results[task.index] = result if many is None else cast(RewardResult, {**result, "many": many})
         batch.missing -= 1
         if batch.missing == 0:
             batch.done.set_result([result for result in batch.results if result is not None])
@@ -440,3 +465,21 @@ def check(function: str, timeout_s: float = 60.0) -> None:
     pool = RewardPool(function, start_timeout_s=timeout_s)
     pool.start()
     pool.close()
+
+
+def _spread(whole: RewardResult, samples: Sequence[RewardInput]) -> list[RewardResult]:
+    """The result of a batched call as one per sample; what ended the whole call ended each."""
+    seconds = whole["seconds"] / len(samples)
+    found: list[RewardResult] = []
+    for sample, own in zip(samples, whole.get("many") or [whole] * len(samples), strict=True):  # type: ignore[misc]
+        found.append(
+            RewardResult(
+                id=sample["id"],
+                score=own["score"],
+                parts=dict(own["parts"]),
+                error_type=own["error_type"],
+                error=own["error"],
+                seconds=seconds,
+            )
+        )
+    return found

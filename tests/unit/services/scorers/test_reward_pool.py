@@ -260,3 +260,43 @@ def test_a_function_that_cannot_be_used_is_refused_at_the_start(tmp_path):
 
 def test_memory_is_that_of_the_workers(pool):
     assert 2 * 5e6 < pool.peak_memory_bytes < 2 * 1e9
+
+
+def test_a_batched_function_gets_lists_and_answers_for_each_sample(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "async def score(response, ground_truth):\n"
+        "    assert isinstance(response, list)\n"
+        "    return [None if r == 'skip' else {'score': len(r), 'n': len(response)} for r in response]\n"
+    )
+    pool = RewardPool(f"{tmp_path / 'reward.py'}:score", timeout_s=5)
+    pool.start()
+    try:
+        samples = [{"id": f"g.{at}", "response": text} for at, text in enumerate(["a", "skip", "ccc"])]
+        results = pool.submit_batch(samples).result(20)
+        assert [result["id"] for result in results] == ["g.0", "g.1", "g.2"]
+        assert [result["score"] for result in results] == [1.0, None, 3.0]
+        assert results[1]["error_type"] == "none"
+        assert results[0]["parts"] == {"n": 3.0}
+        assert pool.submit_batch([]).result(1) == []
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("return [1.0]", "type"),
+        ("return 1.0", "type"),
+        ("raise KeyError('x')", "raised"),
+        ("while True: pass", "timeout"),
+    ],
+)
+def test_o35_a_batched_call_that_fails_leaves_all_its_samples_unscored(tmp_path: Path, body: str, kind: str) -> None:
+    (tmp_path / "reward.py").write_text(f"def score(response):\n    {body}\n")
+    pool = RewardPool(f"{tmp_path / 'reward.py'}:score", timeout_s=1)
+    pool.start()
+    try:
+        results = pool.submit_batch([{"id": f"g.{at}", "response": "x"} for at in range(2)]).result(20)
+        assert [(result["score"], result["error_type"]) for result in results] == [(None, kind)] * 2
+    finally:
+        pool.close()
