@@ -73,6 +73,7 @@ class Engine:
         self._flush_tokens = flush_tokens
         self._open: set[asyncio.Timeout] = set()
         self._broken = ""
+        self._closed = False
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
         self._frames = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"})
         self._samples = self._client(None)
@@ -93,7 +94,8 @@ class Engine:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. Whatever is asked of the server from now on finds it away."""
+        self._closed = True
         await self._frames.close()
         await self._samples.aclose()
         await self._http.aclose()
@@ -227,6 +229,8 @@ class Engine:
 
     async def healthy(self) -> bool:
         """Whether the server answers its health check."""
+        if self._closed:
+            return False
         try:
             return (await self._http.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
@@ -234,6 +238,8 @@ class Engine:
 
     async def load(self) -> Load | None:
         """What the server says of its load; None where it says nothing that can be read."""
+        if self._closed:
+            return None
         try:
             answer = await self._http.get("/metrics", timeout=5.0)
         except httpx.HTTPError:
@@ -343,6 +349,8 @@ class Engine:
         on_sent: Callable[[], None] | None = None,
         client: httpx.AsyncClient | None = None,
     ) -> httpx.Response:
+        if self._closed:
+            raise EngineAwayError(f"{self.address.name} has left the run", lost=True)
         try:
             return await (client or self._http).request(
                 method, path, json=body, headers=headers, timeout=timeout_s, extensions=_extensions(on_sent)

@@ -82,5 +82,6 @@ class Roster:
 async def _close_when_idle(server: Server) -> None:
     try:
         await server.idle.wait()
+        await server.pushing.acquire()  # a push that is under way comes to its end
     finally:
         await server.engine.close()
