@@ -27,10 +27,12 @@ from orchestrator.api import (
 )
 from orchestrator.api.grpc_jobs import make_server
 from orchestrator.api.limits import Limits
+from orchestrator.api.metrics import merge
 from orchestrator.api.models import Health
 from orchestrator.api.problems import MEDIA_TYPE, ProblemError, errors
 from orchestrator.api.rate import RateLimit
 from orchestrator.api.request_metrics import CountRequests, Metrics
+from orchestrator.api.scrape import run_expositions
 from orchestrator.api.service import Service, ServiceDep
 
 _DESCRIPTION = (
@@ -104,8 +106,9 @@ def _add_health(app: FastAPI, service: Service, metrics: Metrics) -> None:
         tags=["health"],
     )
     def figures() -> Response:
-        """Figures for Prometheus: no job's content, and no token needed."""
-        return Response(metrics.text(service.jobs.counts(), service.streams), media_type=CONTENT_TYPE_LATEST)
+        """Figures for Prometheus, of the service and of all runs: no job's content, and no token needed."""
+        own = metrics.text(service.jobs.counts(), service.streams)
+        return Response(merge([own, *run_expositions(service.config.runs_dir)]), media_type=CONTENT_TYPE_LATEST)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def merge(expositions: Iterable[bytes]) -> bytes:
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for exposition in expositions:
-        family, described = "", set()
+        family, described = "", set[str]()
         for line in exposition.decode().splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
                 family = line.split(" ", 3)[2]

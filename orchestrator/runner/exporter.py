@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,14 @@ from orchestrator.runner.readings import RunReader
 from orchestrator.runner.sampling import TailSampler
 from orchestrator.runner.services import Services
 from orchestrator.runner.stepper import Stepper
+
+#: Where a job that names no port serves its metrics; set in containers, where the service's /metrics holds them all.
+PORT_VARIABLE = "NIGHTSHIFT_METRICS_PORT"
+
+
+def _default_port() -> int | None:
+    text = os.environ.get(PORT_VARIABLE, "")
+    return int(text) if text.isdigit() and int(text) < 65536 else None
 
 
 class Exporter:
@@ -37,6 +46,8 @@ class Exporter:
             BadInputError: the port is taken.
         """
         port = self._spec.resources.ports.metrics
+        if port is None:
+            port = _default_port()
         if port is None:
             return
         self.metrics = RunMetrics(self._run_dir.name)

@@ -81,6 +81,7 @@ def test_every_metric_is_shown_somewhere() -> None:
         *("nightshift_preference_chosen_reward", "nightshift_preference_rejected_reward"),
         *("nightshift_preference_margin", "nightshift_preference_accuracy_ratio"),
         "nightshift_rollout_filtered_groups_total",
+        *("nightshift_critic_grad_norm", "nightshift_critic_lr", "nightshift_memory_critic_peak_bytes"),
         *("nightshift_critic_value_mean", "nightshift_critic_return_mean"),
         *("nightshift_critic_explained_variance_ratio", "nightshift_critic_clip_fraction_ratio"),
         *("nightshift_update_parts", "nightshift_update_attempts_total"),
