@@ -62,6 +62,8 @@ STAGES = (
     "rollout",
     "reward",
     "reference",
+    "teacher",
+    "critic",
     "buffer",
     "group",
     "optimizer_step",
@@ -81,7 +83,7 @@ LABELS = {
             "state of a prompt group in the ledger, of a server, or of the job",
             (
                 *("issued", "in_flight", "trained", "dropped_stale", "dropped_filtered", "failed", "cancelled"),
-                *("healthy", "suspect", "stale"),
+                *("healthy", "suspect", "stale", "dead", "restarting", "retired"),
                 *("starting", "running", "succeeded", "interrupted"),
             ),
         ),
@@ -89,7 +91,10 @@ LABELS = {
         Label(
             "role",
             "who does it",
-            ("orchestrator", "rollout", "reward", "reference", "critic", "trainer", "agent", "job", "evaluation"),
+            (
+                *("orchestrator", "rollout", "reward", "reference", "teacher", "critic", "trainer"),
+                *("agent", "job", "evaluation"),
+            ),
         ),
         Label(
             "kind",
@@ -126,6 +131,7 @@ _TIMES = {
     "timing/reward": "time in which the batch was rewarded",
     "timing/ref": "time in which the reference scored the batch",
     "timing/values": "time in which the critic scored the batch",
+    "timing/teacher": "time in which the teacher scored the batch",
     "timing/adv": "time for the advantages",
     "timing/update_actor": "time of the policy's update in the trainer",
     "timing/update_critic": "time of the critic's update in the trainer",
@@ -209,6 +215,16 @@ STEP_METRICS: tuple[Metric, ...] = (
     _gauge("sync_changed_ratio", "sync/changed_fraction", "Last step: share of weights that changed", "ratio"),
     _gauge("memory_trainer_peak_bytes", "memory/trainer_peak_bytes", "Last step: peak memory of a rank", "bytes"),
     _gauge("memory_gpu_peak_bytes", "memory/gpu_peak_bytes", "Last step: peak memory of a rank's GPU", "bytes"),
+    _gauge(
+        "refill_kv_usage_ratio", "refill/kv_usage", "Last step: mean share of the servers' KV cache in use", "ratio"
+    ),
+    _gauge("refill_running_requests", "refill/running", "Last step: requests that the servers computed", "requests"),
+    _gauge("refill_waiting_requests", "refill/waiting", "Last step: requests that waited in the servers", "requests"),
+    _gauge("refill_limit_groups", "refill/limit_groups", "Last step: groups that the servers were let have", "groups"),
+    _counter("refill_preemptions_total", "refill/preemptions", "Requests that servers put back for want of memory"),
+    _gauge("rollout_servers", "rollout/servers", "Last step: servers known"),
+    _gauge("rollout_usable_servers", "rollout/servers_usable", "Last step: servers in use", "servers"),
+    _gauge("eval_margin", "eval/margin", "Last evaluation: mean margin of held-out pairs"),
     _gauge("eval_score", "eval/score", "Last evaluation: mean score of the held-out prompts"),
     _gauge("eval_scored_prompts", "eval/scored", "Last evaluation: prompts that were scored", "prompts"),
     _gauge("eval_prompts", "eval/prompts", "Last evaluation: prompts asked", "prompts"),

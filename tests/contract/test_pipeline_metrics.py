@@ -36,6 +36,7 @@ NEVER_HERE = {
     *("nightshift_critic_value_mean", "nightshift_critic_return_mean"),
     *("nightshift_critic_explained_variance_ratio", "nightshift_critic_clip_fraction_ratio"),
     *("nightshift_critic_grad_norm", "nightshift_critic_lr", "nightshift_memory_critic_peak_bytes"),
+    *("nightshift_timing_teacher_seconds", "nightshift_eval_margin", "nightshift_refill_limit_groups"),
     # of groups that are filtered or dropped, of pairs
     *("nightshift_rollout_filtered_groups_total", "nightshift_stale_response_length_mean_tokens"),
     *("nightshift_preference_chosen_reward", "nightshift_preference_rejected_reward"),
