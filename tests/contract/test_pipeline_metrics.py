@@ -28,7 +28,7 @@ ON = {
     "scorers": {"timeout_s": 60.0},
     "rollout": {"request_timeout_s": 60.0},
 }
-#: Metrics that a run on the fakes has no occasion for.
+#: Metrics that a run on the fakes may have no occasion for.
 NEVER_HERE = {
     # of a critic, of a KL in the reward, of a GPU, of an algorithm of one's own
     *("nightshift_timing_values_seconds", "nightshift_timing_update_critic_seconds", "nightshift_loss_critic"),
@@ -37,6 +37,9 @@ NEVER_HERE = {
     *("nightshift_critic_explained_variance_ratio", "nightshift_critic_clip_fraction_ratio"),
     *("nightshift_critic_grad_norm", "nightshift_critic_lr", "nightshift_memory_critic_peak_bytes"),
     *("nightshift_timing_teacher_seconds", "nightshift_eval_margin", "nightshift_refill_limit_groups"),
+    # of servers whose load was looked at, which a run this short may end before
+    *("nightshift_refill_kv_usage_ratio", "nightshift_refill_running_requests"),
+    *("nightshift_refill_waiting_requests", "nightshift_refill_preemptions_total"),
     # of groups that are filtered or dropped, of pairs
     *("nightshift_rollout_filtered_groups_total", "nightshift_stale_response_length_mean_tokens"),
     *("nightshift_preference_chosen_reward", "nightshift_preference_rejected_reward"),
