@@ -121,13 +121,23 @@ def estimate(spec: JobSpec, shape: ModelShape) -> list[Part]:
     if spec.rollout.max_model_len is not None:
         sequence = min(sequence, spec.rollout.max_model_len)
     parts: list[dict[str, int] | str] = []
-    if spec.rollout.url is None:
+    if spec.rollout.url is None and not spec.is_preference:
         each = _rollout(spec, shape)
         parts += ["rollout", {name: size * spec.rollout.servers for name, size in each.items()}]
     parts += ["trainer", _trainer(spec, shape, sequence)]
     remote = (spec.scorers.reference.model or "").startswith(REMOTE)
     if spec.needs_reference and not remote:
         parts += ["reference", _reference(spec, shape, sequence)]
+    teacher = spec.scorers.teacher
+    if spec.needs_teacher and teacher is not None and not teacher.model.startswith(REMOTE):
+        its = read_shape(Path(teacher.model)) if (Path(teacher.model) / "config.json").is_file() else shape
+        logits = teacher.micro_batch_size * sequence * own.vocab * 4 * 2
+        parts += [
+            "teacher",
+            {"processes": _TORCH_BASE, "weights": its.parameters * _BYTES[teacher.dtype], "logits": logits},
+        ]
+    if spec.scorers.critic is not None:
+        parts += ["critic", _critic(spec, shape, sequence)]
     python = [reward for reward in spec.rewards if reward.type == "python"]
     if python:
         workers = sum(reward.workers for reward in python)
@@ -174,6 +184,25 @@ def _trainer(spec: JobSpec, shape: ModelShape, sequence: int) -> dict[str, int]:
         "autocast copies": ranks * shape.parameters * 2 if trainer.autocast else 0,
         "activations": ranks * tokens * shape.hidden * kept * compute,
         "logits": ranks * tokens * shape.vocab * 4 * 3,
+    }
+
+
+def _critic(spec: JobSpec, shape: ModelShape, sequence: int) -> dict[str, int]:
+    """The critic's trainer and its deployment; a critic without a folder of its own has the policy's body."""
+    critic = spec.scorers.critic
+    if critic is None:
+        return {}
+    if critic.model is not None and (Path(critic.model) / "config.json").is_file():
+        shape = read_shape(Path(critic.model))
+    size, ranks, stage = _BYTES[critic.dtype], critic.ranks, critic.zero_stage
+    tokens = ranks * critic.micro_batch_size * sequence
+    return {
+        "processes": (ranks + 1) * _TORCH_BASE + _AGENT_BASE,
+        "weights": shape.parameters * size * ((1 if stage == 3 else ranks) + 1),
+        "gradients": shape.parameters * size * (1 if stage >= 2 else ranks),
+        "optimiser": shape.parameters * (8 if size == 4 else 12) * (1 if stage >= 1 else ranks),
+        "activations": tokens * shape.hidden * _KEPT_PER_LAYER * shape.layers * size,
+        "published": 2 * shape.parameters * size,
     }
 
 

@@ -56,6 +56,14 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
         add(gpu, "logits", min(tokens, _HEAD_TOKENS) * shape.vocab * _HEAD_BYTES)
     if spec.needs_reference and not (spec.scorers.reference.model or "").startswith(REMOTE):
         add(placement.trainer[0], "reference", _CONTEXT + shape.parameters * _BYTES[spec.scorers.reference.dtype])
+    critic = spec.scorers.critic
+    if critic is not None:
+        # Weights, gradients and moments of its trainer, and the weights of its deployment; of the policy's size.
+        size = shape.parameters * _BYTES[critic.dtype]
+        add(placement.trainer[0], "critic", 2 * _CONTEXT + 3 * size + shape.parameters * 8)
+    teacher = spec.scorers.teacher
+    if spec.needs_teacher and teacher is not None and not teacher.model.startswith(REMOTE):
+        add(placement.trainer[0], "teacher", _CONTEXT + shape.parameters * _BYTES[teacher.dtype])
     return parts
 
 

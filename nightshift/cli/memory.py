@@ -19,6 +19,8 @@ _ROLES = (
     ("reward_worker", "reward"),
     ("ServeReplica:reward", "reward"),
     ("ServeReplica:reference", "reference"),
+    ("ServeReplica:teacher", "teacher"),
+    ("ServeReplica:critic", "critic"),
     ("reference", "reference"),
     ("reward", "reward"),
     ("trainer", "trainer"),

@@ -18,7 +18,7 @@ from nightshift.cli.view import TOKENS_KEYS, RunView, first, role_sentence
 from nightshift.wire.events import Event
 
 _REFRESH_PER_S = 4
-_ROLE_ORDER = ("rollout", "reward", "reference", "critic", "trainer", "buffer", "orchestrator", "agent")
+_ROLE_ORDER = ("rollout", "reward", "reference", "teacher", "critic", "trainer", "buffer", "orchestrator", "agent")
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 

@@ -86,6 +86,12 @@ def test_memory_follows_the_job(model: Path) -> None:
     assert total("reference", algorithm={"kl_coef": 0.1}, scorers=remote) == 0
     assert total("rollout", rollout={"url": "http://host"}) == 0
     assert total("rollout", rollout={"kv_cache_gib": 2}) - total("rollout") == 1 << 30
+    assert total("critic") == total("teacher") == 0
+    critic = {"critic": {}}
+    assert total("critic", algorithm={"estimator": "gae"}, scorers=critic) > total("trainer") / 2
+    taught = {"algorithm": {"estimator": "distillation"}, "scorers": {"teacher": {"model": "t"}}}
+    assert total("teacher", **taught) > 0
+    assert total("rollout", algorithm={"policy_loss": "dpo"}) == 0
     one, two = (total("trainer", trainer={"ranks": ranks, "zero_stage": 3}) for ranks in (1, 2))
     replicated = total("trainer", trainer={"ranks": 2, "zero_stage": 0})
     assert one < two < replicated
