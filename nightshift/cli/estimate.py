@@ -131,7 +131,7 @@ def estimate(spec: JobSpec, shape: ModelShape) -> list[Part]:
     teacher = spec.scorers.teacher
     if spec.needs_teacher and teacher is not None and not teacher.model.startswith(REMOTE):
         its = read_shape(Path(teacher.model)) if (Path(teacher.model) / "config.json").is_file() else shape
-        logits = teacher.micro_batch_size * sequence * own.vocab * 4 * 2
+        logits = teacher.micro_batch_size * sequence * its.vocab * 4 * 2
         parts += [
             "teacher",
             {"processes": _TORCH_BASE, "weights": its.parameters * _BYTES[teacher.dtype], "logits": logits},
