@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.events import EventLog
@@ -33,6 +34,7 @@ from orchestrator.runner.watcher import Watcher
 _AWAY = (ServerState.DEAD, ServerState.RESTARTING)
 #: Time that is left to the other servers once the first one holds the weights: so many times what that one took.
 _GRACE, _LEAST_GRACE_S = 3.0, 5.0
+_RUNNING = attrgetter("running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +388,7 @@ class Fleet:
         async with self._changed:
             while True:
                 if usable := self._roster.usable:
-                    return min(usable, key=self._burden)
+                    return min(usable, key=self._burden if self._refill.limited else _RUNNING)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)

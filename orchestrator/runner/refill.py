@@ -78,14 +78,24 @@ class Refill:
         self._group = group
         self._adaptive = adaptive
         self._windows: dict[str, Window] = {}
+        self._narrow: set[str] = set()  # servers with a limit
+
+    @property
+    def limited(self) -> bool:
+        """Whether any server has a limit."""
+        return bool(self._narrow)
 
     def observe(self, server: str, load: Load, in_flight: int) -> None:
         """Takes a reading of one server."""
-        self._windows.setdefault(server, Window()).observe(load, in_flight, self._group)
+        window = self._windows.setdefault(server, Window())
+        window.observe(load, in_flight, self._group)
+        if self._adaptive and math.isfinite(window.size):
+            self._narrow.add(server)
 
     def forget(self, server: str) -> None:
         """The server has left, or is another start: its window begins anew."""
         self._windows.pop(server, None)
+        self._narrow.discard(server)
 
     def room(self, server: str, in_flight: int) -> bool:
         """Whether a server is below its window."""

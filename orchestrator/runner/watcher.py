@@ -15,9 +15,10 @@ from orchestrator.runner.refill import Refill
 from orchestrator.runner.roster import Roster
 from orchestrator.runner.server import Proof, Server
 
-#: Seconds between two looks at the servers, and between two questions for their load.
+#: Seconds between two looks at the servers, and between two questions for their load: more where there are many, since
+#: each answer is a whole page of metrics.
 _LOOK_S = 0.5
-_LOAD_S = 2.0
+_LOAD_S, _LOAD_EACH_S = 2.0, 0.03
 
 
 class Watcher:
@@ -95,10 +96,11 @@ class Watcher:
             await asyncio.sleep(_LOOK_S)
             self._read_addresses()
             now = time.monotonic()
-            ask_load = now - self._asked_load >= _LOAD_S
+            servers = list(self._roster)
+            ask_load = now - self._asked_load >= max(_LOAD_S, _LOAD_EACH_S * len(servers))
             if ask_load:
                 self._asked_load = now
-            for server in self._roster:
+            for server in servers:
                 if server.health.due(now) and self._published.current is not None:
                     self._begin("repair", server, self._repair)
                 if ask_load and server.health.usable:

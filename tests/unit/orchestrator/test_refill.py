@@ -54,6 +54,10 @@ class RefillMachine(RuleBasedStateMachine):
         assert all(self.refill.room(name, N - 1) for name in NAMES)
 
     @invariant()
+    def limited_says_whether_a_server_has_a_limit(self) -> None:
+        assert self.refill.limited == any(self.refill.limit([name]) is not None for name in NAMES)
+
+    @invariant()
     def who_said_nothing_has_no_limit(self) -> None:
         assert all(self.refill.limit([name]) is None for name in set(NAMES) - self.seen)
 

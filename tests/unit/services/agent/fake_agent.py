@@ -98,8 +98,25 @@ class FakeParts(Parts):
         return wanted or 1
 
     def server(self, spec, **arguments):
-        self.log(f"store exists: {arguments['store'].is_dir()}")
+        store = arguments["store"]
+        self.log(f"store exists: {store.is_dir()}" if store else f"weights from {arguments['weights_url']}")
         return Server(self.scenario, arguments["name"])
+
+    def weight_server(self, store, host, port):
+        self.log(f"weights on {host}:{port}")
+        parts = self
+
+        class Files:
+            url = "http://trainer/weights"
+            token = "files"
+
+            def start(self):
+                parts.log("weights served")
+
+            def stop(self):
+                parts.log("weights stopped")
+
+        return Files()
 
     def cluster(self, spec, run_dir, environment, gpus):
         parts = self

@@ -20,7 +20,7 @@ SECONDS = 20.0
 
 
 class Agent:
-    def __init__(self, folder, scenario):
+    def __init__(self, folder, scenario, **sections):
         self.run_dir = folder / "run-1"
         self.run_dir.mkdir()
         self.store = folder / "shm" / "nightshift-run-1"
@@ -33,6 +33,7 @@ class Agent:
             "data": {"train_files": ["a"]},
             "rewards": [{"function": "r.py:f"}],
             "resources": {"weight_store": str(self.store.parent)},
+            **sections,
         }
         if scenario != "no job":
             (self.run_dir / "job.yaml").write_text(yaml.safe_dump(job))
@@ -79,8 +80,8 @@ class Agent:
 def agent(tmp_path):
     started = []
 
-    def start(scenario=""):
-        started.append(Agent(tmp_path, scenario))
+    def start(scenario="", **sections):
+        started.append(Agent(tmp_path, scenario, **sections))
         return started[-1]
 
     yield start
@@ -114,6 +115,28 @@ def test_it_starts_all_roles_writes_their_addresses_and_ends_in_order(agent, num
     for role in ("rollout", "reward", "trainer"):
         assert run.events(role) == [(role, "starting"), (role, "ready")]
     assert run.events("agent") == [("agent", state) for state in ("starting", "ready", "stopping", "stopped")]
+
+
+def test_several_servers_with_weights_by_http(agent):
+    run = agent(rollout={"servers": 2, "weight_transfer": "http"})
+    run.until_event("agent", "ready")
+    source = {"url": "http://trainer/weights", "token": "files"}
+    first, second = run.services["rollout"]
+    assert [first["name"], second["name"]] == ["rollout-0", "rollout-1"]
+    assert first["init_info"] == second["init_info"] == source
+    (run.run_dir / "restart-rollout-1.json").write_text(json.dumps({"incarnation": "1", "cause": "drew no token"}))
+    run.until(lambda: run.services["rollout"][1]["incarnation"] == "2", "another start of the second server")
+    assert run.services["rollout"][0]["incarnation"] == "1"
+    assert not (run.run_dir / "restart-rollout-1.json").exists()
+    hung = [e["detail"] for e in read_events(run.run_dir / "events.jsonl") if e.get("state") == "restarting"]
+    assert hung == ["vLLM server rollout-1 hangs: drew no token"]
+    pids = descendants(run.process.pid)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert run.nothing_left(pids)
+    order = (run.run_dir / "order").read_text().split("\n")
+    assert order[:4] == ["weights on 127.0.0.1:0", "weights served", *["weights from http://trainer/weights"] * 2]
+    assert order[-2:] == ["weights stopped", ""]
 
 
 @pytest.mark.parametrize(

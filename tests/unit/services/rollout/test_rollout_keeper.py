@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout import keeper
+from services.rollout.launch import VllmServer
 
 KEEPER = keeper.__file__
 
@@ -88,3 +89,27 @@ def test_a_keeper_whose_parent_has_died_already_starts_nothing():
     process = start(python("print('started')"), parent=1)
     assert process.communicate(timeout=20)[0] == ""
     assert process.returncode == 1
+
+
+def test_a_server_whose_processes_are_all_stopped_is_killed_at_once():
+    """As for a server that hangs: nothing of it hears a request to end, and the keeper's grace is not waited for."""
+    process = start(python(STUBBORN + "time.sleep(600)"))
+    child = int(process.stdout.readline())
+    pids = [process.pid, *keeper.descendants(process.pid)]
+    assert child in pids
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGSTOP)
+    server = VllmServer.__new__(VllmServer)
+    server._process = process
+    began = time.monotonic()
+    server.kill()
+    process.wait(10)
+    assert gone(pids) == []
+    assert time.monotonic() - began < 3.0
+    server.stop()  # harmless after it
+
+
+def test_a_server_that_was_never_started_is_killed_without_harm():
+    server = VllmServer.__new__(VllmServer)
+    server._process = None
+    server.kill()
