@@ -87,6 +87,7 @@ def theirs(arguments: argparse.Namespace, arm: str, number: int) -> dict[str, An
         "longest": LONG if long else SHORT,
         "lengths": Lengths(64.0, 1.0, LONG).to_text() if long else "",
         "steps": arguments.steps,
+        "first": arguments.first,
         "learning_rate": LEARNING_RATE,
         "autocast": name.endswith("+amp"),
         "dtype": name.removesuffix("+amp"),
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=330.0)
+    parser.add_argument("--first", type=int, default=0, help="of TRL: number of the batch whose lengths come first")
     parser.add_argument("--micro-batches", type=int, default=1, help="of TRL")
     arguments = parser.parse_args()
     record = Record(arguments.out)

@@ -136,8 +136,8 @@ def main() -> None:
 
 
 def force(model: Any, lengths: Lengths, settings: dict[str, Any], tokenizer: Any) -> None:
-    """Has the model's ``generate`` end each row at its length; the n-th call draws the n-th batch."""
-    plain, calls = model.generate, [0]
+    """Has the model's ``generate`` end each row at its length; each call draws the next batch."""
+    plain, calls = model.generate, [settings["first"]]
     ends = model.generation_config.eos_token_id
     ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
 
