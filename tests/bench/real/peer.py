@@ -59,7 +59,7 @@ def ours(arguments: argparse.Namespace, arm: str, number: int) -> dict[str, Any]
         timeout_s=arguments.timeout,
         environment={VARIABLE: lengths.to_text()} if long else {},
     )
-    return jobs.figures(folder, arguments.warm) | {"overrides": overrides[len(jobs.MEASURED) :]}
+    return jobs.figures(folder, arguments.warm) | {"overrides": arguments.override}
 
 
 def theirs(arguments: argparse.Namespace, arm: str, number: int) -> dict[str, Any]:
