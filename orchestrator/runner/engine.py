@@ -301,16 +301,13 @@ class Engine:
     async def _start_update(self) -> None:
         try:
             await self._call("POST", "/start_weight_update")
-        except RoleError as error:
+        except RoleError:
             # One that failed, or whose sender was killed, may still be open: it is ended under a name that is no
             # version, and the whole of the weights comes after it. Where that fails too, the last call of the sender
             # may have come in between, and ended it.
             with suppress(RoleError):
                 await self._call("POST", "/finish_weight_update", body={"weight_version": _UNFINISHED})
-            try:
-                await self._call("POST", "/start_weight_update")
-            except RoleError:
-                raise error from None
+            await self._call("POST", "/start_weight_update")
 
     # HTTP -------------------------------------------------------------------------------------------------------------
 

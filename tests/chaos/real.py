@@ -7,6 +7,7 @@ its audit must balance.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +19,8 @@ from nightshift.analysis.evidence import load
 from tests.chaos.victims import VICTIMS, Victim, find, kill
 from tests.integration.run.jobs import Finished, Running, leftovers, write_job
 
-#: A process that is started again is given up after three deaths within so many seconds of its start: every second
-#: kill comes later than that.
-_EARLY_S = 20.0
+#: A process is given up after its third death in a row within so many seconds of its start: that kill waits longer.
+_EARLY_S, _EARLY_KILLS = 20.0, 2
 _PACE = "pace"
 _PACED = '''
 
@@ -105,7 +105,8 @@ class Matrix:
         self._job, self._steps, self._seed, self._limit_s = job, steps, seed, limit_s
         self._dice = Random(seed)
         self._pace_s = pace_s
-        self._gentle: dict[str, bool] = {}  # whether the next kill of a victim may come early
+        self._early: Counter[str] = Counter()  # deaths of each victim soon after its start, in a row
+        self._recovered: dict[str, float] = {}  # when each went on after the last one
         self._kills: list[Kill] = []
 
     def run(self, order: Sequence[str]) -> tuple[Outcome, Finished]:
@@ -120,7 +121,7 @@ class Matrix:
         try:
             running.wait_for("step", step=1)
             for at, name in enumerate(order):
-                self._kill(running, VICTIMS[name], last=at == len(order) - 1)
+                self._kill(running, VICTIMS[name], self._steps * (at + 1) // len(order) - 2)
             self._set_pace(0.0)
             finished = running.finish(max(30.0, self._limit_s - (time.monotonic() - began)))
         except BaseException:
@@ -137,20 +138,27 @@ class Matrix:
         outcome = Outcome(sorted(set(order)), self._seed, self._steps, time.monotonic() - began, self._kills, said)
         return outcome, finished
 
-    def _kill(self, running: Running, victim: Victim, *, last: bool) -> None:
-        early = self._gentle.get(victim.name, True) or not victim.restarted
-        self._gentle[victim.name] = not early
-        time.sleep(self._dice.uniform(0.0, 5.0) + (0.0 if early else _EARLY_S))
+    def _kill(self, running: Running, victim: Victim, budget: int) -> None:
+        """Kills a victim after a random while, and waits until the run goes on; steps beyond ``budget`` go slowly."""
+        moment = time.monotonic() + self._dice.uniform(0.0, 5.0)
+        if victim.restarted and self._early[victim.name] == _EARLY_KILLS:
+            moment = max(moment, self._recovered[victim.name] + _EARLY_S + self._dice.uniform(1.0, 5.0))
+        while time.monotonic() < moment:
+            self._set_pace(self._pace_s if self._furthest(running) < budget else 5 * self._pace_s)
+            time.sleep(min(0.5, max(0.0, moment - time.monotonic())))
         deadline = time.monotonic() + 60
         while not (pids := find(running.process.pid, victim)):
             assert time.monotonic() < deadline, f"no process of the run is the {victim.name}"
             time.sleep(0.2)
         furthest = self._furthest(running)
         assert furthest < self._steps, f"the job was at its end before the {victim.name} could be killed"
-        moment = time.time()
+        uptime = time.monotonic() - self._recovered.get(victim.name, -_EARLY_S)
+        self._early[victim.name] = self._early[victim.name] + 1 if uptime < _EARLY_S else 1
+        began = time.time()
         assert kill(self._dice.choice(pids))
-        step_s = self._step_after(running, moment, 0)
-        further_s = self._step_after(running, moment, furthest)
+        step_s = self._step_after(running, began, 0)
+        further_s = self._step_after(running, began, furthest)
+        self._recovered[victim.name] = time.monotonic()
         self._kills.append(Kill(victim.name, furthest, step_s, further_s))
         print(
             f"{victim.name} killed at step {furthest}: next step {step_s:.1f} s, further {further_s:.1f} s", flush=True

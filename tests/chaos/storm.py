@@ -65,8 +65,14 @@ def settings_of(dice: Random) -> dict[str, Any]:
             "role_timeout_s": 30.0,
             "retries": 8,
         },
-        "rollout": {"flush_tokens": dice.choice([0, 1, 3])},
-        "trainer": {"save_freq": dice.choice([1, 2, 3, 5]), "total_steps": STEPS, "seed": dice.randrange(1000)},
+        "rollout": {"flush_tokens": dice.choice([0, 1, 3]), "request_timeout_s": 60.0},
+        "scorers": {"timeout_s": 60.0},
+        "trainer": {
+            "save_freq": dice.choice([1, 2, 3, 5]),
+            "total_steps": STEPS,
+            "seed": dice.randrange(1000),
+            "update_timeout_s": 60.0,
+        },
         "checkpoint": {"keep": dice.choice([1, 2, None])},
     }
 

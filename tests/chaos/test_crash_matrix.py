@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.matrix import run_victim
+from tests.chaos.matrix import run_job
 from tests.chaos.victims import VICTIMS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -18,7 +18,7 @@ SEED = int(os.environ.get("NIGHTSHIFT_CHAOS_SEED", "0"))
 
 @pytest.mark.parametrize("name", VICTIMS)
 def test_the_job_completes_and_its_books_balance(tmp_path: Path, name: str) -> None:
-    outcome = run_victim(tmp_path, name, KILLS, SEED, limit_s=800)
+    outcome = run_job(tmp_path, [name], KILLS, SEED, limit_s=800)
     assert len(outcome.kills) == KILLS
     assert outcome.audit["balanced"]
     lost_weights = {"rank", "orchestrator"}  # after which the run goes back to a checkpoint, in a new lineage
