@@ -97,7 +97,7 @@ class _Auditor:
         if terms["trained"] != trained:
             said = f"the commit counts {terms['trained']} trained groups, the steps up to it trained {trained}"
             self._find("books", f"step {manifest['step']}", said)
-        stepped = manifest.get("optimizer_steps")
+        stepped = manifest.get("trainer", {}).get("optimizer_steps")  # the trainer's own count; not in the copies
         if stepped is not None and stepped != manifest["step"] - manifest.get("skipped", 0):
             said = f"the trainer made {stepped} optimiser steps for {manifest['step']} steps"
             self._find("books", f"step {manifest['step']}", f"{said}, {manifest.get('skipped', 0)} of them skipped")

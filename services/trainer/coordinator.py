@@ -49,6 +49,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def give_up(self, error: RankFailedError) -> None:
+        """The ranks cannot go on: calls raise this from now on, and whoever keeps the trainer starts it again."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateCall:
@@ -260,7 +264,8 @@ class Coordinator:
 
         Raises:
             BadInputError: the folder holds no whole resume state, or one of other ranks, stage or precision.
-            VersionConflictError: without a folder, but the weights are not the initial ones any more.
+            RankFailedError: without a folder, but the weights are not the initial ones any more. The ranks have no way
+                back to those, so that the trainer must be started again.
         """
         if not version:
             raise BadInputError("a load needs the version that the weights are given", role="trainer")
@@ -269,12 +274,14 @@ class Coordinator:
             async with self._span("trainer.load", traceparent, **{"nightshift.policy_version": version}):
                 if not state_dir:
                     if self.optimizer_steps:
-                        raise VersionConflictError(
-                            f"the weights {self.version!r} are {self.optimizer_steps} steps away from the initial "
-                            f"ones, which {version!r} asks for",
+                        error = RankFailedError(
+                            f"the ranks hold {self.version!r}, {self.optimizer_steps} steps away from the initial "
+                            f"weights that {version!r} asks for, and have those no more",
                             role="trainer",
                             fix="Name a resume state, or start the trainer again",
                         )
+                        self._ranks.give_up(error)
+                        raise error
                     await self._ranks.call("discard")
                     self._reset(version)
                     return "", 0

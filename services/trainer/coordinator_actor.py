@@ -92,6 +92,10 @@ class RayRanks:
                 except NightshiftError as error:
                     _log.error("%s", error)
 
+    def give_up(self, error: RankFailedError) -> None:
+        """See :class:`services.trainer.coordinator.Ranks`."""
+        self.failure = error
+
     def stop(self) -> None:
         """Ends the rank processes."""
         for actor in self._actors:

@@ -34,6 +34,7 @@ class LocalRanks:
     def __init__(self, config: RankConfig, world: int, timeout_s: float) -> None:
         self.world = world
         self._timeout_s = timeout_s
+        self._failure: RankFailedError | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="nightshift-ranks-"))
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -62,10 +63,12 @@ class LocalRanks:
         """Calls a method of every rank; results in rank order.
 
         Raises:
-            RankFailedError: a rank's process has ended.
+            RankFailedError: a rank's process has ended, or they were given up.
             RoleTimeoutError: no answer in time.
             NightshiftError: what a rank raised.
         """
+        if self._failure is not None:
+            raise self._failure
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send((method, args))
@@ -78,6 +81,10 @@ class LocalRanks:
             if isinstance(answer, BaseException):
                 raise answer
         return list(answers)
+
+    def give_up(self, error: RankFailedError) -> None:
+        """See :class:`services.trainer.coordinator.Ranks`."""
+        self._failure = error
 
     def __enter__(self) -> Self:
         return self

@@ -174,10 +174,9 @@ class Storm:
         if furthest <= self._trainer_died_at:
             return False  # a step that kills each trainer ends the run, by rule: this one must get further first
         self._trainer_died_at = furthest
-        await self._run.trainer.die()
-        await asyncio.sleep(self._dice.uniform(0, 0.3))
-        await self._run.trainer.start_again()
-        self._run.write_services()
+        if self._run.trainer.gave_up is not None:
+            return False  # it is being replaced
+        await self._run.replace_trainer(self._dice.uniform(0, 0.3))
         return True
 
     async def _kill_orchestrator(self) -> bool:

@@ -17,14 +17,6 @@ from tests.fakes.run import FakeRun
 DETERMINISTIC = {"pipeline": {"max_staleness": 0, "deterministic": True, "role_timeout_s": 10.0}}
 
 
-async def replace_trainer(run: FakeRun, away_s: float = 0.1) -> None:
-    """Kills the trainer and starts another one, as the agent does."""
-    await run.trainer.die()
-    await asyncio.sleep(away_s)
-    await run.trainer.start_again()
-    run.write_services()
-
-
 async def uninterrupted(folder: Path, **settings: Any) -> tuple[dict[int, list[str]], np.ndarray]:
     async with FakeRun(folder, **settings) as run:
         assert await run.run() == 0, run.error()
@@ -40,7 +32,7 @@ async def test_a_rank_that_dies_in_a_deterministic_run_changes_nothing(tmp_path:
 
         async def watch(job: Job) -> None:
             await run.until(lambda: fault.used, "the fault")
-            await replace_trainer(run)
+            await run.replace_trainer(0.1)
             await asyncio.sleep(60)
 
         assert await run.run(watch=watch) == 0, run.error()
@@ -63,7 +55,7 @@ async def test_a_trainer_that_is_killed_again_and_again_loses_and_doubles_nothin
         async def watch(job: Job) -> None:
             for step in (3, 8, 9, 15):
                 await run.until(lambda: run.updates and run.updates[-1].step >= step, f"step {step}")  # noqa: B023
-                await replace_trainer(run)
+                await run.replace_trainer(0.1)
             await asyncio.sleep(60)
 
         assert await run.run(watch=watch) == 0, run.error()
@@ -77,12 +69,28 @@ async def test_a_trainer_that_dies_before_the_first_checkpoint_begins_again(tmp_
 
         async def watch(job: Job) -> None:
             await run.until(lambda: len(run.updates) == 2, "step 2")
-            await replace_trainer(run)
+            await run.replace_trainer(0.1)
             await asyncio.sleep(60)
 
         assert await run.run(watch=watch) == 0, run.error()
         audit(run, steps=6, staleness=1)
         assert balance(run) == {"issued": 12, "trained": 12}
+
+
+async def test_a_runner_that_dies_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """The trainer that it finds has made steps and has no way back: another one begins with the initial weights."""
+    settings = {"prompts": 16, **DETERMINISTIC}
+    rows, weights = await uninterrupted(tmp_path / "whole", **settings)
+    async with FakeRun(tmp_path / "broken", **settings) as run:
+        process = await run.spawn()
+        await run.until(lambda: len(run.updates) >= 2, "step 2")
+        process.kill()
+        await process.wait()
+        assert await run.run(resume=True) == 0, run.error()
+        audit(run, steps=8, staleness=0)
+        assert run.trainer.incarnation == 2
+        assert run.rows_by_step() == rows
+        np.testing.assert_array_equal(run.trainer.weights, weights)
 
 
 async def test_a_step_that_kills_every_trainer_ends_the_run_with_its_cause(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ async def test_a_step_that_kills_every_trainer_ends_the_run_with_its_cause(tmp_p
         async def watch(job: Job) -> None:
             for death in (1, 2):
                 await run.until(lambda: fault.used == death, f"death {death}")  # noqa: B023
-                await replace_trainer(run)
+                await run.replace_trainer(0.1)
             await asyncio.sleep(60)
 
         assert await run.run(watch=watch) == 1
@@ -126,7 +134,7 @@ async def test_ctrl_c_while_the_trainer_is_away_interrupts_the_run(tmp_path: Pat
 
         assert await run.run(watch=watch) == 130
         fault.times = 0
-        await replace_trainer(run)
+        await run.replace_trainer(0.1)
         assert await run.run(resume=True) == 0, run.error()
         audit(run, steps=6, staleness=1)
 

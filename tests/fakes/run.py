@@ -86,6 +86,7 @@ class FakeRun:
         self.scorers = self._scorers()
         self.reference_url = ""  # of another reference than that of the fake scorers
         self.trainer = self._trainer(store)
+        self.trainer.replaced = self.replace_trainer
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in DEFAULTS.items()}
         for section, value in settings.items():
             values[section] = values.get(section, {}) | value if isinstance(value, dict) else value
@@ -149,6 +150,13 @@ class FakeRun:
         part = self.run_dir / "services.tmp"
         part.write_text(json.dumps(services))
         part.replace(self.run_dir / "services.json")
+
+    async def replace_trainer(self, away_s: float = 0.0) -> None:
+        """Kills the trainer and starts another one, as the agent does."""
+        await self.trainer.die()
+        await asyncio.sleep(away_s)
+        await self.trainer.start_again()
+        self.write_services()
 
     async def restart(self, engine: FakeEngine, away_s: float = 0.0) -> None:
         """Kills a server and starts it again, as the agent does."""

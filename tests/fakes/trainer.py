@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     Faults by method name: ``rank_died``, ``unavailable``, ``internal``, ``lose_answer`` (the work is done, its
     answer is lost), ``hang``, ``slow`` (``delay``), and of Save ``half`` (dies before the folder is complete).
+    Like the real one it has no way back to the initial weights once it made a step: asked for them, it gives up.
 
     Args:
         store: folder of published weights.
@@ -75,6 +77,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.contexts: list[Any] = []
         self.saving = asyncio.Event()
         self.incarnation = 1
+        self.replaced: Callable[[], Coroutine[Any, Any, None]] | None = None  # what an agent does for one that gave up
+        self.gave_up: asyncio.Task[None] | None = None
         self.port = 0
         self._answers: dict[tuple[int, int, int, str], Any] = {}
         self._open: Open | None = None
@@ -102,7 +106,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def start_again(self) -> None:
         """Starts as another process would: on another port, with the model's own weights."""
-        self.port, self.incarnation = 0, self.incarnation + 1
+        self.port, self.incarnation, self.gave_up = 0, self.incarnation + 1, None
         self.weights = policy.base_bias()
         await self.start()
 
@@ -129,12 +133,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Base weights, or those of a resume state."""
         self.contexts.append(request.context)
         manifest = ""
+        if not request.state_dir and self.optimizer_steps:
+            if self.replaced is not None and self.gave_up is None:
+                self.gave_up = asyncio.create_task(self.replaced())
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "[trainer] the ranks have the initial weights no more")
         self.weights, self.optimizer_steps = policy.base_bias(), 0
         if request.state_dir:
             folder = Path(request.state_dir)
             self.weights = np.load(folder / "bias.npy", allow_pickle=False)
             manifest = (folder / "manifest.json").read_text()
-            self.optimizer_steps = json.loads(manifest)["optimizer_steps"]
+            self.optimizer_steps = json.loads(manifest)["trainer"]["optimizer_steps"]
         self.version = request.policy_version
         self._answers, self._open = {}, None
         return trainer_pb2.LoadResponse(manifest=manifest, optimizer_steps=self.optimizer_steps)
@@ -208,8 +216,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.saving.set()
         fault = await self._fault("Save", context)
         manifest = json.loads(request.manifest) | {
-            "optimizer_steps": self.optimizer_steps,
-            "policy_version": self.version,
+            "trainer": {"optimizer_steps": self.optimizer_steps, "policy_version": self.version},
         }
         if request.export_dir:
             self._folder(Path(request.export_dir), {"config.json": "{}"})

@@ -238,7 +238,7 @@ def another_place_of_the_cursor(history: History, dice: Random) -> tuple[str, st
 
 def an_update_that_was_applied_twice(history: History, dice: Random) -> tuple[str, str]:
     manifest = dice.choice(history.ancestors())
-    manifest["optimizer_steps"] += 1
+    manifest["trainer"]["optimizer_steps"] += 1
     return "books", f"step {manifest['step']}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -17,8 +18,9 @@ from nightshift.wire import codec, telemetry
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, VersionConflictError
 from nightshift.wire.experience import LossSpec, Sample, pack_loss, pack_samples, unpack_samples
 from nightshift.wire.trace import TraceContext
-from services.trainer.coordinator import Coordinator, UpdateCall
+from services.trainer.coordinator import Coordinator, RankFailedError, UpdateCall
 from services.trainer.folders import MANIFEST
+from services.trainer.servicer import status_code
 from services.trainer.store import Publication
 from services.trainer.sums import PartSums
 from services.trainer.updates import OrderError, PartKey
@@ -53,6 +55,9 @@ class FakeRanks:
         if self.error is not None:
             raise self.error
         return [getattr(self, method)(rank, *args) for rank in range(self.world)]
+
+    def give_up(self, error: RankFailedError) -> None:
+        self.error = error
 
     def made(self, method: str) -> int:
         return sum(call[0] == method for call in self.calls)
@@ -309,10 +314,14 @@ async def test_a_state_without_a_manifest_or_of_other_ranks_is_refused(tmp_path:
 
 
 async def test_trained_weights_are_not_taken_for_the_initial_ones(tmp_path: Path) -> None:
-    coordinator, _ = await ready(tmp_path)
+    """There is no way back to those but another trainer: this one goes on with nothing, so that it is replaced."""
+    coordinator, ranks = await ready(tmp_path)
     await coordinator.update(call())
-    with pytest.raises(VersionConflictError, match="1 steps away"):
+    with pytest.raises(RankFailedError, match="1 steps away"):
         await coordinator.load("", "r/1/0")
+    assert isinstance(ranks.error, RankFailedError)
+    assert status_code(ranks.error) is grpc.StatusCode.UNAVAILABLE
+    assert "rank" in ranks.error.message  # how the runner knows that waiting would not help
 
 
 @pytest.fixture
