@@ -16,7 +16,7 @@ from tests.integration.run.jobs import run
 
 pytestmark = pytest.mark.integration
 
-STEPS = 24
+STEPS = 18
 DETERMINISTIC = {"max_staleness": 0, "deterministic": True}
 
 
@@ -27,7 +27,7 @@ def test_killing_each_process_changes_no_bit(tmp_path: Path) -> None:
     assert calm.code == 0, calm.output
     seed = 7
     order = Random(seed).sample(sorted(VICTIMS), len(VICTIMS))
-    outcome, killed = Matrix(write_chaos_job(tmp_path / "killed", model, **settings), STEPS, seed, pace_s=0.15).run(
+    outcome, killed = Matrix(write_chaos_job(tmp_path / "killed", model, **settings), STEPS, seed, pace_s=0.1).run(
         order
     )
     assert [one.victim for one in outcome.kills] == order
