@@ -203,7 +203,11 @@ async def blow_all(folder: Path, seeds: Iterable[int], moments: int, at_once: in
     async def one(runners: Runners, seed: int) -> Weather:
         async with gate:
             (folder / str(seed)).mkdir()
-            weather = await Storm(folder / str(seed), seed, runners, moments).blow()
+            try:
+                weather = await Storm(folder / str(seed), seed, runners, moments).blow()
+            except AssertionError as error:
+                print(error, flush=True)  # at once: the others of this batch still run
+                raise
             if weather.deterministic:
                 calm = await calm_weights(folder / str(seed) / "calm", seed)
                 np.testing.assert_array_equal(weather.weights, calm, f"seed {seed}: other weights than without a kill")
