@@ -36,7 +36,7 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         return rollout.weight_transfer
     if ipc:
         return "ipc"
-    remote = rollout.url is not None and urlsplit(rollout.url).hostname not in _LOOPBACK
+    remote = any(urlsplit(url).hostname not in _LOOPBACK for url in rollout.urls)
     return "http" if remote else "shared_memory"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from nightshift.config.base import Section
 from nightshift.config.model import DType
+
+Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
 
 
 class RolloutConfig(Section):
@@ -39,8 +41,8 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Further ids that end a response; the model's own end-of-sequence ids always do."""
 
-    url: str | None = Field(default=None, pattern=r"^https?://\S+$")
-    """A running vLLM server; null: one is started on this machine."""
+    url: Url | list[Url] | None = None
+    """A running vLLM server, or a list of them; null: ``servers`` are started on this machine."""
 
     servers: int = Field(default=1, ge=1)
     """vLLM servers that are started on this machine, each with cores or a GPU, a port and a KV cache of its own."""
@@ -80,3 +82,17 @@ class RolloutConfig(Section):
 
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time until a started server answers."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the servers that somebody else runs."""
+        if self.url is None:
+            return []
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @field_validator("url")
+    @classmethod
+    def _check_urls(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and (not value or len(set(value)) < len(value)):
+            raise ValueError(f"the list of servers must name at least one, and none twice, got {value}")
+        return value

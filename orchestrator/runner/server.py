@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nightshift.wire.errors import RoleError
+from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import Floats
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import EngineAwayError
@@ -92,12 +92,17 @@ class Server:
         if self.health.state is not ServerState.HEALTHY and not await self.engine.healthy():
             raise EngineAwayError(f"{self.name} at {self.address.url} does not answer its health check", lost=True)
         self.health.pushing()
-        await self.engine.connect()
-        if not self._initialised:
-            await self.engine.init_transfer(self.address.init_info)
-            self._initialised = True
-        pause = await self.engine.push(publication.update_info, publication.version, mode=proof.mode)
-        await self._prove(publication, proof)
+        try:
+            await self.engine.connect()
+            if not self._initialised:
+                await self.engine.init_transfer(self.address.init_info)
+                self._initialised = True
+            pause = await self.engine.push(publication.update_info, publication.version, mode=proof.mode)
+            await self._prove(publication, proof)
+        except NightshiftError:
+            # A server of somebody else may have been started again without a word: it is prepared once more next time.
+            self._initialised, self.engine.capabilities = False, None
+            raise
         return pause
 
     def proved(self, publication: Publication) -> bool:

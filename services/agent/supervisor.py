@@ -72,7 +72,7 @@ class Supervisor:
         self._store: Path | None = None
         self._weights: WeightServer | None = None
         self._rollout: RolloutServers | None = None
-        self._external_rollout: dict[str, Any] | None = None
+        self._external_rollout: list[dict[str, Any]] = []
         self._cluster: Cluster | None = None
         self._deployed: dict[str, Any] | None = None
         self._trainer: TrainerRole | None = None
@@ -160,7 +160,7 @@ class Supervisor:
             )
             self._rollout.begin(time.monotonic())
         else:
-            self._external_rollout = _external_server(spec.rollout.url)
+            self._external_rollout = [_external_server(at, url) for at, url in enumerate(spec.rollout.urls)]
 
         self._role = "agent"
         self._cluster = self._parts.cluster(spec, self._run_dir, {}, gpus)
@@ -267,9 +267,7 @@ class Supervisor:
     def _write_addresses(self) -> None:
         """Replaces services.json; it holds tokens, so only this user may read it."""
         deployed = self._deployed or {}
-        servers = self._rollout.entries() if self._rollout else []
-        if self._external_rollout:
-            servers = [self._external_rollout]
+        servers = self._rollout.entries() if self._rollout else self._external_rollout
         source = {"root": str(self._store)}
         if self._weights:
             source = {"url": self._weights.url, "token": self._weights.token}
@@ -389,10 +387,10 @@ class Supervisor:
             self._starting = False
 
 
-def _external_server(url: str) -> dict[str, Any]:
+def _external_server(at: int, url: str) -> dict[str, Any]:
     """A server that somebody else runs, as ``services.json`` lists it."""
     return {
-        "name": "rollout-0",
+        "name": f"rollout-{at}",
         "url": url,
         "token": os.environ.get("NIGHTSHIFT_ROLLOUT_TOKEN", ""),
         "incarnation": "external",

@@ -153,3 +153,22 @@ async def test_a_push_that_one_server_delays_does_not_hold_up_the_run(
         audit(run, steps=12, staleness=1)
         assert any("rollout-1 is left out until it holds the weights: it takes longer" in w for w in run.warnings())
         assert max(line["metrics"]["timing/sync"] for line in run.metrics()) < 1.5
+
+
+async def test_a_server_of_somebody_else_that_is_started_again_is_prepared_and_pushed_again(tmp_path: Path) -> None:
+    """Same address, token and entry: nobody says that it is another start."""
+    async with FakeRun(tmp_path, prompts=16, token_s=0.004) as run:
+        token = run.engine.token
+
+        async def watch(job: Job) -> None:
+            await run.until(lambda: len(run.updates) >= 3 and run.engine.running, "three updates")
+            await run.engine.kill()
+            await asyncio.sleep(0.2)
+            await run.engine.start()
+            run.engine.token = token
+            await asyncio.Event().wait()
+
+        assert await run.run(watch=watch) == 0, run.error()
+        audit(run, steps=8, staleness=1)
+        assert balance(run) == {"issued": 16, "trained": 16}
+        assert len(run.engine.calls("/init_weight_transfer_engine")) >= 2

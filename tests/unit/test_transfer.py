@@ -32,6 +32,8 @@ def spec(**rollout: Any) -> JobSpec:
         ({"url": "http://127.0.0.1:8000"}, "cuda", "shared_memory"),
         ({"url": "http://gpu-7:8000"}, "cpu", "http"),
         ({"url": "http://gpu-7:8000", "weight_transfer": "shared_memory"}, "cpu", "shared_memory"),
+        ({"url": ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]}, "cpu", "shared_memory"),
+        ({"url": ["http://127.0.0.1:8000", "http://gpu-7:8000"]}, "cpu", "http"),
         ({"weight_transfer": "http"}, "cuda", "http"),
         ({"weight_transfer": "ipc"}, "cuda", "ipc"),
     ],
@@ -48,3 +50,12 @@ def test_auto_takes_the_shortest_way_that_reaches_the_server(rollout: Any, devic
 def test_ipc_where_no_handle_reaches_is_refused(rollout: Any, device: Any) -> None:
     with pytest.raises(BadInputError, match="weight_transfer is ipc, which needs one server"):
         weight_transfer(spec(weight_transfer="ipc", **rollout), device)
+
+
+def test_servers_are_given_by_one_url_or_several() -> None:
+    assert spec().rollout.urls == []
+    assert spec(url="http://a:1").rollout.urls == ["http://a:1"]
+    assert spec(url=["http://a:1", "https://b"]).rollout.urls == ["http://a:1", "https://b"]
+    for wrong in ([], ["http://a", "http://a"], ["gpu-7:8000"], "gpu-7:8000"):
+        with pytest.raises(ValueError, match="url"):
+            spec(url=wrong)
