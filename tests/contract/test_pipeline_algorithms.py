@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,27 @@ async def test_a_job_whose_groups_never_differ_ends_with_that_reason(tmp_path: P
 def _every_third_equal(sample: dict[str, Any]) -> float:
     group, slot = sample["id"].rsplit(".", 1)
     return 1.0 if int(group[1:]) % 3 == 0 else float(slot)
+
+
+@pytest.mark.parametrize("who", ["critic", "trainer"])
+async def test_policy_and_critic_are_lost_and_started_together(tmp_path: Path, who: str) -> None:
+    settings = {"trainer": {"save_freq": 2}, "pipeline": {"max_staleness": 0}, **PPO}
+    async with CriticRun(tmp_path, prompts=16, **settings) as run:
+        dying = getattr(run, who)
+        fault = dying.faults.plan("rank_died", "Update", skip=4)
+
+        async def watch(job: Any) -> None:
+            await run.until(lambda: fault.used, "the fault")
+            for trainer in (run.trainer, run.critic):
+                await trainer.die()
+                await trainer.start_again()
+            run.write_services()
+            await asyncio.sleep(60)
+
+        assert await run.run(watch=watch) == 0, run.error()
+        assert balance(run) == {"issued": 16, "trained": 16}
+        # After the loss in step 5 both go on from the checkpoint of step 4.
+        steps = [update.step for update in run.critic.updates]
+        assert steps[:4] == [1, 2, 3, 4]
+        assert steps[-4:] == [5, 6, 7, 8]
+        assert [u.expect for u in run.critic.updates][-4:] == [u.expect for u in run.updates][-4:]
