@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nightshift.config.base import Section
 from nightshift.config.model import DType
 
 #: How a model begins that is an address and no folder.
 REMOTE = ("grpc://", "http://", "https://")
+
+
+class MixedReference(Section):
+    """A further reference behind a URL, mixed into the first one."""
+
+    url: str = Field(pattern=r"^(grpc|https?)://\S+$")
+    """``grpc://host:port`` of a scorer that gives log-probs, or ``http://host:port`` of a vLLM server."""
+    weight: float = Field(gt=0, lt=1)
+    """Its share of the mixture."""
 
 
 class ReferenceConfig(Section):
@@ -20,6 +29,9 @@ class ReferenceConfig(Section):
     """HF id, folder, ``grpc://host:port`` or the ``http://host:port`` of a vLLM server; null: the policy as it was
     before training."""
 
+    mixed_with: list[MixedReference] = Field(default_factory=list)
+    """Further references: the KL term is then to the mixture of the distributions, of which ``model`` has the rest."""
+
     dtype: DType = "float32"
     """Precision of the reference."""
     micro_batch_size: int = Field(default=8, ge=1)
@@ -27,6 +39,12 @@ class ReferenceConfig(Section):
 
     threads: int = Field(default=1, ge=1)
     """CPU threads of the reference."""
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if sum(other.weight for other in self.mixed_with) >= 1:
+            raise ValueError("the weights of scorers.reference.mixed_with must add up to less than 1")
+        return self
 
 
 class TeacherConfig(Section):

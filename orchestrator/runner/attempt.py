@@ -29,6 +29,7 @@ from orchestrator.runner.health import PROBE_LIMITS
 from orchestrator.runner.inputs import Inputs, make_cursor, steps_sentence
 from orchestrator.runner.ledger import GroupState
 from orchestrator.runner.live import LiveSettings
+from orchestrator.runner.mixed import MixedScorer
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.refill import Refill
 from orchestrator.runner.rollouts import drop_rollouts_after
@@ -270,6 +271,10 @@ class Attempt:
         ]
         frozen = {"reference": services.reference, "teacher": services.teacher}
         models = {role: model(role, address) for role, address in frozen.items() if address is not None}
+        if (mixed := scorers.reference.mixed_with) and "reference" in models:
+            others = [model("reference", ScorerAddress("reference", other.url, "reference")) for other in mixed]
+            shares = [other.weight for other in mixed]
+            models["reference"] = MixedScorer([models["reference"], *others], [1.0 - sum(shares), *shares])
         return rewards, models, client("critic", services.critic) if services.critic is not None else None
 
     async def _check_roles(

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import numpy as np
@@ -21,7 +21,7 @@ from nightshift.wire.rollout import INFO
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import ROUNDING
 from orchestrator.runner.capabilities import GENERATE
-from orchestrator.runner.scorer import Scored, ScorerClient
+from orchestrator.runner.scorer import Scored
 from orchestrator.runner.tiers import ASKED_BY_GET, ASKED_BY_POST, COMPLETIONS, Standing, standing
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -163,7 +163,16 @@ class FrozenModel:
 
 
 #: What scores tokens: a deployment behind our own protocol, or a vLLM server.
-TokenScorer = ScorerClient | FrozenModel
+class TokenScorer(Protocol):
+    """What gives a number for each response token."""
+
+    role: str
+
+    async def score(self, samples: Sequence[Any], traceparent: str = "") -> Scored: ...
+
+    async def describe(self) -> Any: ...
+
+    async def close(self) -> None: ...
 
 
 def _object(answer: httpx.Response) -> dict[str, Any]:

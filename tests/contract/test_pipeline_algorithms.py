@@ -220,3 +220,21 @@ async def test_policy_and_critic_are_lost_and_started_together(tmp_path: Path, w
         assert steps[:4] == [1, 2, 3, 4]
         assert steps[-4:] == [5, 6, 7, 8]
         assert [u.expect for u in run.critic.updates][-4:] == [u.expect for u in run.updates][-4:]
+
+
+async def test_a_local_and_a_remote_reference_are_mixed_by_weight(tmp_path: Path) -> None:
+    remote = FakeScorers()
+    remote.perturb = lambda _, results: [r | {"logprobs": r["logprobs"] - np.float32(1.0)} for r in results]
+    await remote.start()
+    try:
+        mixed = {"reference": {"mixed_with": [{"url": remote.url, "weight": 0.25}]}}
+        async with FakeRun(tmp_path, prompts=4, scorers=mixed) as run:
+            assert await run.run() == 0, run.error()
+            shift = np.log(0.75 + 0.25 * np.exp(-1.0))
+            for update in run.updates:
+                for sample in update.samples:
+                    local = policy.score(policy.base_bias(), sample.prompt_ids, sample.response_ids)
+                    assert sample.ref_logprobs == pytest.approx(local + shift, abs=1e-5)
+            assert remote.calls
+    finally:
+        await remote.stop()

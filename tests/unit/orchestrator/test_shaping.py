@@ -11,6 +11,7 @@ from nightshift.config import JobSpec
 from nightshift.wire.errors import RoleError
 from nightshift.wire.experience import FINISH_LENGTH, Sample
 from orchestrator.runner.critic import value_metrics
+from orchestrator.runner.mixed import mixture
 from orchestrator.runner.shaping import rewards_for, shape, teaches
 from tests.fixtures.samples import make_sample
 
@@ -142,3 +143,13 @@ def test_sections_that_do_not_go_together_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         make_spec(algorithm, **sections)
+
+
+def test_a_mixture_of_references_averages_probabilities_and_not_their_logarithms() -> None:
+    one, other = np.log(np.array([0.5, 0.2], np.float32)), np.log(np.array([0.1, 0.8], np.float32))
+    assert np.exp(mixture([one, other], [0.75, 0.25])) == pytest.approx([0.4, 0.35], abs=1e-6)
+    far = mixture([np.array([-200.0], np.float32), np.array([-1.0], np.float32)], [0.5, 0.5])
+    assert float(far[0]) == pytest.approx(-1.0 + np.log(0.5), abs=1e-5)
+    others = [{"url": "grpc://host:1", "weight": 0.6}, {"url": "grpc://host:2", "weight": 0.5}]
+    with pytest.raises(ValueError, match="less than 1"):
+        make_spec({"kl_coef": 0.1}, scorers={"reference": {"mixed_with": others}})
