@@ -237,13 +237,12 @@ class Engine:
             return False
 
     async def load(self) -> Load | None:
-        """What the server says of its load; None where it says nothing that can be read."""
-        if self._closed:
-            return None
-        try:
-            answer = await self._http.get("/metrics", timeout=5.0)
-        except httpx.HTTPError:
-            return None
+        """What the server says of its load; None where it answers and has no such metrics.
+
+        Raises:
+            RoleError: it does not answer.
+        """
+        answer = await self._request("GET", "/metrics", timeout_s=5.0)
         return parse_load(answer.text) if answer.status_code == 200 else None
 
     async def weight_version(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from nightshift.wire.errors import NightshiftError, RoleTimeoutError
+from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.events import EventLog
 from orchestrator.runner.engine import EngineAddress
 from orchestrator.runner.health import ServerState
@@ -161,13 +161,18 @@ class Watcher:
 
     async def _ask_load(self, server: Server) -> None:
         """Takes a reading of a server's load, and notices where it does not get on with its requests."""
-        load = await server.engine.load()
+        load, answered = None, True
+        try:
+            load = await server.engine.load()
+        except RoleError:
+            answered = False
         now = time.monotonic()
-        if server.pushing.locked() or self._held():
+        # A server without metrics cannot be judged: its requests have their own deadline.
+        if server.pushing.locked() or self._held() or (answered and load is None):
             server.stall.reset(now)
         silent = server.stall.observe(now, requests=server.running, tokens=load.tokens if load else None)
         if silent and server.health.state is ServerState.HEALTHY:
-            what = "drew no token" if load else "did not answer /metrics"
+            what = "drew no token" if answered else "did not answer /metrics"
             self.hangs(server, f"{what} for {silent:.0f} s with {server.running} requests")
         elif load is not None and self._roster.has(server) and not server.pushing.locked():
             self._refill.observe(server.name, load, server.running)

@@ -107,3 +107,17 @@ async def test_a_server_of_somebody_else_that_hangs_gets_no_work_until_it_gets_o
         assert balance(run) == {"issued": 30, "trained": 30}
         assert not list(run.run_dir.glob("restart-*"))
         assert not any(request.status == 200 for request in victim.samples if request.disconnected)
+
+
+async def test_a_server_without_metrics_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    """Another proxy may stand before it. What it has to do takes longer than the limit, and it is left alone."""
+    settings = {"rollout": LONG | {"stall_timeout_s": 0.3}}
+    async with FakeRun(tmp_path, prompts=8, token_s=0.03, **settings) as run:
+        run.engine.managed = True
+        run.write_services()
+        run.engine.route_faults.plan("404", "/metrics", times=None)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=4, staleness=1)
+        assert run.engine.starts == 2
+        assert not [event for event in run.events("role") if event["state"] == "suspect"]
+        assert not any("refill/running" in line["metrics"] for line in run.metrics())
