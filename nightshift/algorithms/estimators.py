@@ -149,8 +149,8 @@ def distillation(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles
             fix="Give scorers.teacher",
         )
     return [
-        np.where(mask > 0, teacher.astype(np.float64) - policy, 0.0)
-        for teacher, policy, mask in zip(batch.teacher_logprobs, batch.logprobs, batch.masks, strict=True)
+        teacher.astype(np.float64) - policy
+        for teacher, policy in zip(batch.teacher_logprobs, batch.logprobs, strict=True)
     ]
 
 

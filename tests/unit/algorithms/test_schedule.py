@@ -11,7 +11,7 @@ COSINE = {"peak": 1e-5, "schedule": "cosine", "warmup_steps": 10, "total_steps":
 
 @pytest.mark.parametrize(
     ("step", "rate"),
-    [(0, 0.0), (5, 5e-6), (10, 1e-5), (40, 7.5e-6), (41, 7.3473578e-6), (80, 1.1697778e-6), (100, 0.0)],
+    [(0, 0.0), (5, 5e-6), (9, 9e-6), (10, 1e-5), (40, 7.5e-6), (41, 7.3473578e-6), (80, 1.1697778e-6), (100, 0.0)],
 )
 def test_o24_cosine_with_warm_up(step: int, rate: float) -> None:
     assert learning_rate(step, **COSINE) == pytest.approx(rate, rel=1e-6, abs=1e-15)

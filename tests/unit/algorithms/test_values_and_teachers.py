@@ -47,6 +47,14 @@ def test_o06_vtrace_values_a_cut_response_as_if_it_went_on_where_the_job_says_so
     assert samples[0].returns == pytest.approx([0.691315, 0.768128, 1], abs=1e-5)
 
 
+def test_o04_only_cut_responses_are_valued_beyond_their_end() -> None:
+    samples = [*one(finish_reason=FINISH_LENGTH), make_sample("g0.1", logprobs=BEHAVIOUR, reward=1.0)]
+    keys = config(estimator="gae", bootstrap_truncated=True)
+    compute_advantages(samples, keys, values=arrays(VALUES, VALUES), bootstraps=[0.25, 0.25])
+    assert float(samples[0].returns[-1]) == pytest.approx(1.0 + 0.9 * 0.25)  # type: ignore[index]
+    assert float(samples[1].returns[-1]) == pytest.approx(1.0)  # type: ignore[index]
+
+
 def test_vtrace_without_log_probs_of_the_trained_policy_takes_the_samplers() -> None:
     samples = one()
     compute_advantages(samples, config(estimator="vtrace"), values=arrays(VALUES))

@@ -65,6 +65,8 @@ def test_o23_dpo(dtype: torch.dtype) -> None:
     assert [float(outputs.sums[name]) for name in ("chosen", "rejected", "preferred")] == pytest.approx(
         [0.1, -0.05, 1.0], abs=1e-6
     )
+    smoothed = preference_loss(inputs, reference, dpo_spec(label_smoothing=0.2))
+    assert float(smoothed.losses.sum()) / 2 == pytest.approx(0.8 * 0.620957 + 0.2 * 0.770957, abs=1e-6)
     same = preference_loss(inputs, inputs.behaviour, dpo_spec())
     assert float(same.losses.sum()) / 2 == pytest.approx(math.log(2), abs=1e-6)
 
