@@ -49,7 +49,7 @@ PROMPT_TOKENS = 40
 BATCH, ENGINES, IN_FLIGHT = 2048, 256, 16_384
 BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
 #: Steps between which the pace is taken, and steps before them.
-STEPS, WARM = 6, 2
+STEPS, WARM = 5, 2
 TICK_S = 0.005
 
 

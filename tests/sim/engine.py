@@ -16,6 +16,7 @@ import numpy as np
 
 from nightshift.wire.experience import VersionSpan
 from nightshift.wire.frames import Frame, pack_frame
+from tests.fakes import telling
 from tests.fakes.engine import FakeEngine, Refused
 from tests.fakes.faults import Fault
 from tests.fakes.requests import VLLM, Request
@@ -138,18 +139,19 @@ class SimEngine(FakeEngine):
                     self._idle.notify_all()
         return drawing.answer(VLLM[self.vllm]["spans"])
 
-    def _metrics(self) -> str:
-        model = self.model
-        model.advance(self.clock.now())
-        drawing = sum(model.tokens_of(stream) for stream in (*model.running, *model.waiting))
-        values = {
-            "vllm:num_requests_running": len(model.running),
-            "vllm:num_requests_waiting": len(model.waiting),
-            "vllm:kv_cache_usage_perc": model.kv_used / self.speed.kv_tokens,
-            "vllm:num_preemptions_total": model.preemptions,
-            "vllm:generation_tokens_total": model.tokens + drawing,
-        }
-        return "".join(f'{name}{{engine="0",model_name="policy"}} {float(value)}\n' for name, value in values.items())
+    async def _answer(self, request: Request, fault: Fault | None) -> tuple[int, Any]:
+        if request.path == "/metrics" and fault is None:
+            model = self.model
+            model.advance(self.clock.now())
+            drawing = sum(model.tokens_of(stream) for stream in (*model.running, *model.waiting))
+            text = telling.metrics(
+                running=len(model.running),
+                waiting=len(model.waiting),
+                slots=self.speed.slots,
+                drawn=model.tokens + drawing,
+            )
+            return 200, text.encode()
+        return await super()._answer(request, fault)
 
     def _length(self, request: Request) -> int:
         limit = int(request.sampling["max_tokens"])
