@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +30,7 @@ from orchestrator.runner.answers import (
 )
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
+from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 from orchestrator.runner.load import Load, parse_load
 
@@ -38,7 +40,9 @@ _ADMIN_TIMEOUT_S = 60.0
 #: A whole model may have to come over a network.
 _FETCH_TIMEOUT_S = 900.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-_ADMIN_CONNECTIONS = 8
+_LOOK_TIMEOUT_S = 5.0
+#: Calls other than for samples never wait for a sample to end: the reserve of open files is theirs.
+_ADMIN_ROOM = Room(1 << 30)
 #: What a server says that it holds after an update that was broken off.
 _UNFINISHED = "unfinished"
 
@@ -76,10 +80,10 @@ class Engine:
         self._closed = False
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
         self._frames = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"})
-        self._samples = self._client(None)
-        self._http = self._client(_ADMIN_CONNECTIONS)
+        self._samples = self._client()
+        self._admin = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"}, _ADMIN_ROOM)
 
-    def _client(self, connections: int | None) -> httpx.AsyncClient:
+    def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.address.url,
             headers={"Authorization": f"Bearer {self.address.token}"},
@@ -88,9 +92,7 @@ class Engine:
             verify=_certificates() if self.address.url.startswith("https") else False,
             # A proxy of the environment is meant for the outside, and cannot reach this machine's loopback.
             trust_env=httpx.URL(self.address.url).host not in _LOOPBACK,
-            limits=httpx.Limits(
-                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_KEEPALIVE_S
-            ),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S),
         )
 
     async def close(self) -> None:
@@ -98,7 +100,7 @@ class Engine:
         self._closed = True
         await self._frames.close()
         await self._samples.aclose()
-        await self._http.aclose()
+        await self._admin.close()
 
     def break_off(self, cause: str) -> None:
         """Gives up all requests for samples at once, with this cause; what came in of them is kept by who sent them."""
@@ -232,8 +234,8 @@ class Engine:
         if self._closed:
             return False
         try:
-            return (await self._http.get("/health", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
+            return (await self._request("GET", "/health", timeout_s=_LOOK_TIMEOUT_S)).status_code == 200
+        except RoleError:
             return False
 
     async def load(self) -> Load | None:
@@ -242,7 +244,7 @@ class Engine:
         Raises:
             RoleError: it does not answer.
         """
-        answer = await self._request("GET", "/metrics", timeout_s=5.0)
+        answer = await self._request("GET", "/metrics", timeout_s=_LOOK_TIMEOUT_S)
         return parse_load(answer.text) if answer.status_code == 200 else None
 
     async def weight_version(self) -> str:
@@ -327,7 +329,7 @@ class Engine:
         self._check_status(answer.status_code, answer.text, path)
         return _object(answer, self.address.name, path)
 
-    async def _get(self, path: str) -> httpx.Response:
+    async def _get(self, path: str) -> Reply:
         """An answer of any status but those that say that the server is away."""
         answer = await self._request("GET", path, timeout_s=_ADMIN_TIMEOUT_S)
         if answer.status_code == 401 or answer.status_code >= 500:
@@ -344,18 +346,25 @@ class Engine:
         headers: dict[str, str] | None = None,
         on_sent: Callable[[], None] | None = None,
         client: httpx.AsyncClient | None = None,
-    ) -> httpx.Response:
-        if self._closed:
-            raise EngineAwayError(f"{self.address.name} has left the run", lost=True)
+    ) -> Reply:
         try:
-            return await (client or self._http).request(
-                method, path, json=body, headers=headers, timeout=timeout_s, extensions=_extensions(on_sent)
-            )
-        except httpx.TimeoutException as error:
+            if client is not None:
+                answer = await client.request(
+                    method, path, json=body, headers=headers, timeout=timeout_s, extensions=_extensions(on_sent)
+                )
+                return Reply(answer.status_code, answer.content)
+            data = b"" if body is None else json.dumps(body).encode()
+            kind = {"Content-Type": "application/json"} if data else {}
+            async with (
+                asyncio.timeout(timeout_s),
+                self._admin.request(method, path, data, {**kind, **(headers or {})}) as reply,
+            ):
+                return Reply(reply.status, await reply.read())
+        except (httpx.TimeoutException, TimeoutError) as error:
             raise RoleTimeoutError(
                 f"{self.address.name} did not answer {path} within {timeout_s:g} s", role="rollout"
             ) from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ConnectionLostError) as error:
             raise self._away(error) from error
 
     def _away(self, error: Exception, partial: Generated | None = None) -> EngineAwayError:
@@ -371,6 +380,27 @@ class Engine:
             raise EngineAwayError(f"{name} answered {path} with {status}: {text[:300]}", lost=refused)
         if status >= 400:
             raise EngineRefusedError(f"{name} refused {path} with {status}: {text[:300]}", role="rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status_code: int
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        """The body, decoded.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return json.loads(self.content)
 
 
 @functools.cache
@@ -391,7 +421,7 @@ def _extensions(on_sent: Callable[[], None] | None) -> dict[str, Any] | None:
     return {"trace": trace}
 
 
-def _object(answer: httpx.Response, name: str, path: str) -> dict[str, Any]:
+def _object(answer: Reply, name: str, path: str) -> dict[str, Any]:
     try:
         value = answer.json() if answer.content else {}
     except ValueError as error:

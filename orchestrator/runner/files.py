@@ -7,8 +7,8 @@ import resource
 from collections import deque
 from typing import Protocol
 
-#: Files left for everything that is no connection to a server.
-_RESERVED = 512
+#: Files left for everything else, calls to servers that are not for samples among it.
+_RESERVED = 1024
 
 
 def raise_limit() -> int:

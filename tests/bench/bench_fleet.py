@@ -293,11 +293,11 @@ def cost(engines: int, batch: int, n: int, eta: int, factor: float, steps: int, 
     if code:
         raise RuntimeError([event for event in events if event["kind"] == "job"][-1].get("error"))
     ends = [event["time"] for event in events if event["kind"] == "step"]
-    groups, first = batch * (len(ends) - 1), ends[0]
-    spent = sampler.cpu_at(ends[-1]) - sampler.cpu_at(first)
+    first = next(event["time"] for event in events if event["kind"] == "job" and event.get("state") == "running")
+    # From the first group to the last: each of them has gone the whole way in between.
+    groups, spent = batch * len(ends), sampler.cpu_at(ends[-1]) - sampler.cpu_at(first)
     inside = [row for row in sampler.rows if first <= row[0] <= ends[-1]]
-    at_start = next(event["time"] for event in events if event["kind"] == "job" and event.get("state") == "running")
-    base = max((row[2] for row in sampler.rows if row[0] <= at_start), default=0)
+    base = max((row[2] for row in sampler.rows if row[0] <= first), default=0)
     late = sum(tokens for age, tokens in seen["ages"].items() if not 0 <= int(age) <= eta)
     return {
         "engines": engines,
@@ -310,7 +310,7 @@ def cost(engines: int, batch: int, n: int, eta: int, factor: float, steps: int, 
         "groups": groups,
         "cpu_ms_per_group": round(1000 * spent / groups, 3),
         "busy_share": round(spent / (ends[-1] - first), 3),
-        "step_s": round(factor * (ends[-1] - first) / (len(ends) - 1), 2),
+        "step_s": round(factor * (ends[-1] - ends[0]) / (len(ends) - 1), 2),
         "predicted_s": round(step_seconds(times, eta), 2),
         "memory_base_mib": round(base / 2**20, 1),
         "memory_peak_mib": round(max(row[2] for row in inside) / 2**20, 1),

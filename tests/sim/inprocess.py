@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -57,11 +57,11 @@ class InProcessStub:
 class _Exchange:
     """One request to an ASGI application, and its answer."""
 
-    def __init__(self, app: App, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(self, app: App, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         target = urlsplit(path)
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": target.path,
             "query_string": target.query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
@@ -123,12 +123,23 @@ class InProcessHttp:
     async def close(self) -> None:
         """Nothing is open."""
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self, path: str, body: bytes, headers: Mapping[str, str], on_sent: Callable[[], None] | None = None
+    ) -> AbstractAsyncContextManager[_Exchange]:
+        """As :meth:`request`."""
+        return self.request("POST", path, body, headers, on_sent)
+
+    @asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        on_sent: Callable[[], None] | None = None,
     ) -> AsyncIterator[_Exchange]:
         """Sends a request and gives its answer."""
-        exchange = _Exchange(self._app, path, body, {**self._headers, **headers})
+        exchange = _Exchange(self._app, method, path, body, {**self._headers, **headers})
         if on_sent is not None:
             on_sent()
         try:

@@ -16,6 +16,7 @@ import orchestrator.runner.engine
 import orchestrator.runner.scorer
 import orchestrator.runner.trainer
 from orchestrator.runner.engine import Engine
+from orchestrator.runner.files import Room
 from tests.fakes.engine import FakeEngine
 from tests.fakes.run import FakeRun
 from tests.sim.clock import Clock
@@ -108,12 +109,12 @@ class SimRun(FakeRun):
         def app(url: str) -> App:
             return next(sim._app for sim in self.sims if sim.address["url"] == url)
 
-        def client(self: Engine, _connections: int | None) -> httpx.AsyncClient:
+        def client(self: Engine) -> httpx.AsyncClient:
             headers = {"Authorization": f"Bearer {self.address.token}"}
             transport = httpx.ASGITransport(app(self.address.url))
             return httpx.AsyncClient(transport=transport, base_url=self.address.url, headers=headers)
 
-        def http(url: str, headers: Mapping[str, str]) -> InProcessHttp:
+        def http(url: str, headers: Mapping[str, str], _room: Room | None = None) -> InProcessHttp:
             return InProcessHttp(app(url), headers)
 
         with ExitStack() as stack:

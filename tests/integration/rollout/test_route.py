@@ -290,7 +290,7 @@ async def test_a_client_that_goes_away_frees_its_place(server: VllmServer, ours:
     drawing.cancel()
     await asyncio.gather(drawing, return_exceptions=True)
     for _ in range(100):
-        metrics = (await ours._http.get("/metrics")).text.splitlines()
+        metrics = (await ours._request("GET", "/metrics", timeout_s=5.0)).text.splitlines()
         running = [line for line in metrics if line.startswith("vllm:num_requests_running")]
         if all(line.endswith(" 0.0") for line in running):
             return
