@@ -105,8 +105,10 @@ class Http1Client:
             await connection.send(head.encode("latin-1") + b"\r\n" + body)
             if on_sent is not None:
                 on_sent()
-            yield Answer(await connection.status(), connection)
-            whole = connection.usable()
+            status = await connection.status()
+            yield Answer(status, connection)
+            # A server closes the connection behind a handler that raised, without a word of it in the answer.
+            whole = connection.usable() and status < 500
         finally:
             if whole:
                 self._idle.append(connection)
