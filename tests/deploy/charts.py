@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/nightshift"
-VALUES = ("values.yaml", "values-cpu.yaml", "values-gpu.yaml", "values-prod.yaml", "values-external.yaml")
+VALUES = tuple(sorted(path.name for path in CHART.glob("values*.yaml")))
 VERSIONS = ("1.28", "1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
 HOW = "see docs/deployment.md, Test the deployment"
 #: Kinds that helm's own schemas do not know -> where their schemas are from.

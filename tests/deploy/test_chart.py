@@ -184,7 +184,14 @@ def test_a_rollout_pod_has_the_flags_of_the_launcher(tmp_path: Path) -> None:
         }
     )
     command = server_command(
-        spec, port=1, token="t", store=tmp_path, device="cuda", weight_backend="nccl", vllm_version=(0, 32)
+        spec,
+        port=1,
+        token="t",
+        store=tmp_path,
+        device="cuda",
+        weight_backend="safetensors",
+        weights_url="http://x",
+        vllm_version=(0, 32),
     )
     launcher = {argument for argument in command.argv if argument.startswith("--")}
     (server,) = of_kind(rendered("values-prod.yaml"), "StatefulSet")
@@ -199,6 +206,7 @@ def test_a_rollout_pod_has_the_flags_of_the_launcher(tmp_path: Path) -> None:
     )
     variables = {variable["name"] for variable in container["env"]}
     needed = {
+        "NIGHTSHIFT_WEIGHT_URL",
         "NIGHTSHIFT_ROLLOUT_TOKEN",
         "VLLM_SERVER_DEV_MODE",
         "VLLM_NO_USAGE_STATS",
@@ -269,3 +277,20 @@ def test_state_survives_and_replicas_are_left_to_the_autoscaler() -> None:
     assert scaled["spec"]["scaleTargetRef"]["name"] == server["metadata"]["name"]
     (orchestrator,) = of_kind(objects, "Deployment")
     assert orchestrator["spec"]["strategy"] == {"type": "Recreate"}
+
+
+@pytest.mark.parametrize("values", ["values-fleet.yaml", "values-prod.yaml"])
+def test_rollout_pods_fetch_weights_from_the_orchestrators_service_and_may(values: str) -> None:
+    objects = rendered(values)
+    (server,) = of_kind(objects, "StatefulSet")
+    variables = {v["name"]: v.get("value") for v in server["spec"]["template"]["spec"]["containers"][0]["env"]}
+    host, _, port = variables["NIGHTSHIFT_WEIGHT_URL"].removeprefix("http://").partition(":")
+    (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == host]
+    (weights,) = [one for one in service["spec"]["ports"] if one["port"] == int(port)]
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
+    rules = [
+        rule for rule in policies[host]["ingress"] for one in rule["ports"] if one["port"] == weights["targetPort"]
+    ]
+    (rule,) = rules
+    labels = rule["from"][0]["podSelector"]["matchLabels"]
+    assert labels.items() <= server["spec"]["template"]["metadata"]["labels"].items()

@@ -118,3 +118,57 @@ def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over
     run("podman", "start", name)
     ready()
     assert run("podman", "exec", name, "cat", "/data/admin-token") == token
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Podman behind Docker's API; the environment that Docker Compose finds it by."""
+    socket = tmp_path / "podman.sock"
+    program = shutil.which("podman")
+    assert program, f"podman is not installed: {HOW}"
+    process = subprocess.Popen(
+        [program, "system", "service", "-t", "300", f"unix://{socket}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not socket.exists():
+            assert time.monotonic() < deadline, "podman's service did not start"
+            time.sleep(0.1)
+        yield {**os.environ, "DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "0"}
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, str], tmp_path: Path) -> None:
+    override = tmp_path / "override.yml"
+    service = f'{{image: {image}, build: !reset null, ports: !override ["127.0.0.1:18701:8700"]}}'
+    override.write_text(f"services:\n  nightshift: {service}\n")
+    program = shutil.which("docker-compose")
+    assert program, f"docker-compose is not installed: {HOW}"
+
+    def compose(*arguments: str) -> str:
+        files = ("-f", "docker-compose.yml", "-f", str(override))
+        done = subprocess.run(
+            [program, "-p", "nightshift-test", *files, *arguments],
+            cwd=ROOT,
+            env=engine,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        compose("up", "-d", "--pull", "never", "nightshift")
+        assert ready()["status"] == "ok"
+        name = compose("ps", "-q", "nightshift").strip()
+        state = json.loads(run("podman", "inspect", name))[0]
+        assert state["HostConfig"]["ReadonlyRootfs"] is True
+        assert not state["EffectiveCaps"]
+        assert state["HostConfig"]["ShmSize"] == 2 << 30
+    finally:
+        compose("down", "-v", "-t", "20")

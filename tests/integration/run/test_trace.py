@@ -65,8 +65,11 @@ def walk(spans: list[Span], row: dict[str, Any]) -> list[str]:
     assert {link["trace_id"] for link in group["links"]} == {job["trace_id"]}
     rollout = one(own, "rollout", parent_id=group["span_id"])
     generate = one(own, "generate", sample_id=row["sample_id"], parent_id=rollout["span_id"])
-    engine = one(own, "llm_request", parent_id=generate["span_id"])
-    assert engine["role"] == "rollout"
+    # The attempt that was answered: the first, or one below a span of its own.
+    attempts = {generate["span_id"], *(s["span_id"] for s in own if s["parent_id"] == generate["span_id"])}
+    engines = [span for span in own if span["name"] == "llm_request" and span["parent_id"] in attempts]
+    assert engines, f"no span llm_request below {row['sample_id']}"
+    assert {span["role"] for span in engines} == {"rollout"}
     reward = one(own, "reward", parent_id=group["span_id"])
     reference = one(own, "reference", parent_id=group["span_id"])
     names = ["group", "rollout", "generate", "llm_request", "reward", "reference", "buffer"]
