@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,8 @@ class BusyClock:
         self._clock = clock
         self._running = 0
         self._since = 0.0
-        self._past: list[Interval] = []
+        self._past: deque[Interval] = deque()
+        self._total = 0.0
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -33,8 +35,22 @@ class BusyClock:
         finally:
             self._running -= 1
             if not self._running:
-                self._past.append((self._since, self._clock()))
+                self._end(self._since, self._clock())
+
+    @property
+    def seconds(self) -> float:
+        """Busy time so far, the piece in progress and what was forgotten included."""
+        return self._total + (max(0.0, self._clock() - self._since) if self._running else 0.0)
 
     def intervals(self) -> list[Interval]:
-        """All busy time so far, the piece in progress included."""
+        """Busy time since :meth:`forget`, the piece in progress included: in order, without overlap."""
         return union([*self._past, *([(self._since, self._clock())] if self._running else [])])
+
+    def forget(self, before: float) -> None:
+        """Lets go of the intervals that ended before a moment; a long run would pile them up."""
+        while self._past and self._past[0][1] <= before:
+            self._past.popleft()
+
+    def _end(self, start: float, end: float) -> None:
+        self._past.append((start, end))
+        self._total += max(0.0, end - start)

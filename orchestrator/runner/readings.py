@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nightshift.analysis.spans import covered
 from nightshift.config import JobSpec
 from nightshift.wire.version import PolicyVersion
 from orchestrator.api.metrics import Reading
@@ -56,7 +55,7 @@ class RunReader:
         for role in ("reward", "reference"):
             yield f"{_P}calls_in_flight", {"role": role}, float(self._runner.calls[role])
         for role, clock in (("trainer", self._stepper.training), ("rollout", self._runner.busy)):
-            yield f"{_P}busy_seconds_total", {"role": role}, covered(clock.intervals())
+            yield f"{_P}busy_seconds_total", {"role": role}, clock.seconds
         yield from disk("run", self._run_dir)
         yield from disk("weights", Path(self._spec.resources.weight_store))
 

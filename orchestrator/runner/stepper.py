@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from nightshift.algorithms.schedule import learning_rate
-from nightshift.analysis.spans import covered, within
+from nightshift.analysis.spans import Interval, covered, within
 from nightshift.config import JobSpec
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
@@ -86,6 +86,7 @@ class Stepper:
         self.lineage = lineage
         self.training = BusyClock()  # time in which the trainer worked on a step
         self.began = self.ended = 0.0
+        self._overlap = 0.0  # seconds since ``began`` in which samples were drawn and the trainer worked at once
         self.filtered = 0  # groups left out since the last step, since they had nothing to teach
         self._generating = generating
         self.changed: Callable[[], Awaitable[None]] | None = None
@@ -227,8 +228,12 @@ class Stepper:
 
     def overlap_share(self) -> float:
         """Share of the time since :meth:`begin` in which samples were drawn and the trainer worked at once."""
-        both = within(within(self._generating.intervals(), self.training.intervals()), [(self.began, self.ended)])
-        return covered(both) / max(1e-9, self.ended - self.began)
+        rest = self._both((self._last_end, self.ended)) if self.ended > self._last_end else 0.0
+        return (self._overlap + rest) / max(1e-9, self.ended - self.began)
+
+    def _both(self, window: Interval) -> float:
+        """Seconds of a time in which samples were drawn and the trainer worked at once."""
+        return covered(within(within(self._generating.intervals(), self.training.intervals()), [window]))
 
     async def finish_step(self, timeout_s: float) -> None:
         """Waits for the step in progress, if any.
@@ -367,6 +372,9 @@ class Stepper:
         window, self._last_end = (self._last_end, now := time.time()), now
         metrics["timing/push"] = now - began
         metrics |= rate_metrics(metrics, window, self.training.intervals(), self._generating.intervals())
+        self._overlap += self._both(window)
+        for clock in (self.training, self._generating):
+            clock.forget(now)
         self._log_step(step, metrics)
         if evaluate and not early:
             await self._evaluate(step)

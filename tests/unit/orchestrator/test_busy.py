@@ -37,7 +37,12 @@ def test_a_role_is_busy_from_the_first_piece_of_work_to_the_end_of_the_last(work
                 stack = ExitStack()
                 stack.enter_context(clock.work())
                 open_until.append((start + seconds, stack))
-    assert covered(clock.intervals()) == len(cells([(start, start + seconds) for start, seconds in work]))
+    wanted = cells([(start, start + seconds) for start, seconds in work])
+    assert covered(clock.intervals()) == clock.seconds == len(wanted)
+    clock.forget(20.0)
+    assert all(end > 20.0 for _, end in clock.intervals())
+    assert covered(within(clock.intervals(), [(20.0, 50.0)])) == len({cell for cell in wanted if cell >= 20})
+    assert clock.seconds == len(wanted)
 
 
 def test_work_in_progress_counts() -> None:
@@ -45,4 +50,7 @@ def test_work_in_progress_counts() -> None:
     clock = BusyClock(lambda: now)
     with clock.work():
         now = 4.0
+        assert clock.intervals() == [(1.0, 4.0)]
+        assert clock.seconds == 3.0
+        clock.forget(3.0)
         assert clock.intervals() == [(1.0, 4.0)]
