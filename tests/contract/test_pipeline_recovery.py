@@ -152,6 +152,32 @@ async def test_an_update_of_the_weights_that_was_broken_off_is_ended_before_the_
         audit(run, steps=6, staleness=1)
 
 
+async def test_the_start_of_an_update_that_fails_once_is_made_again(tmp_path: Path) -> None:
+    """Between the failure and the end of the open update, the last call of a killed sender may have ended it."""
+    async with FakeRun(tmp_path, prompts=12) as run:
+        run.engine.route_faults.plan("500", "/start_weight_update", skip=2)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=6, staleness=1)
+        assert not any("left out" in text for text in run.warnings())
+
+
+@pytest.mark.parametrize("method", ["Update", "Publish", "Save"])
+async def test_a_trainer_that_cancels_a_call_is_asked_again(tmp_path: Path, method: str) -> None:
+    async with FakeRun(tmp_path, prompts=12, trainer={"save_freq": 2}) as run:
+        run.trainer.faults.plan("cancel", method, skip=1)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=6, staleness=1)
+
+
+@pytest.mark.parametrize("application", ["reward", "reference"])
+async def test_a_scorer_that_cancels_a_call_is_asked_again(tmp_path: Path, application: str) -> None:
+    async with FakeRun(tmp_path, prompts=12) as run:
+        run.scorers.faults.plan("cancel", application, skip=1)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=6, staleness=1)
+        assert balance(run) == {"issued": 12, "trained": 12}
+
+
 def test_losses_count_from_the_furthest_step_on() -> None:
     losses = Losses()
     trainer = TrainerAddress("grpc://x", "1")

@@ -47,9 +47,9 @@ class Scoring:
 class FakeScorers(scorer_pb2_grpc.ScorerServiceServicer):
     """Rewards and reference behind one address.
 
-    Faults by application: ``unavailable``, ``internal``, ``refuse``, ``slow`` (``delay``), ``hang``, ``count`` (one
-    result too few), ``order`` (reversed), ``garbage``, ``unscored`` (the first sample of the call), ``not_finite``,
-    ``short`` (reference: one value too few), ``nan`` (reference).
+    Faults by application: ``unavailable``, ``cancel``, ``internal``, ``refuse``, ``slow`` (``delay``), ``hang``,
+    ``count`` (one result too few), ``order`` (reversed), ``garbage``, ``unscored`` (the first sample of the call),
+    ``not_finite``, ``short`` (reference: one value too few), ``nan`` (reference).
 
     Attributes:
         reward: score of a sample, from the map of RewardInput.
@@ -110,6 +110,8 @@ class FakeScorers(scorer_pb2_grpc.ScorerServiceServicer):
         match call.fault:
             case "unavailable":
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "planned absence")
+            case "cancel":
+                await context.abort(grpc.StatusCode.CANCELLED, "the server goes down")
             case "internal":
                 await context.abort(grpc.StatusCode.INTERNAL, "planned failure")
             case "refuse":

@@ -53,8 +53,8 @@ class Open:
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     """One trainer.
 
-    Faults by method name: ``rank_died``, ``unavailable``, ``internal``, ``lose_answer`` (the work is done, its
-    answer is lost), ``hang``, ``slow`` (``delay``), and of Save ``half`` (dies before the folder is complete).
+    Faults by method name: ``rank_died``, ``unavailable``, ``cancel``, ``internal``, ``lose_answer`` (the work is done,
+    its answer is lost), ``hang``, ``slow`` (``delay``), and of Save ``half`` (dies before the folder is complete).
     Like the real one it has no way back to the initial weights once it made a step: asked for them, it gives up.
 
     Args:
@@ -246,6 +246,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "planned absence")
         if kind == "rank_died":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "[trainer] rank 0 died during update: its process ended")
+        if kind == "cancel":
+            await context.abort(grpc.StatusCode.CANCELLED, "the server goes down")
         if kind == "internal":
             if method == "Update":
                 self._abandon()
