@@ -172,3 +172,30 @@ def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, s
         assert state["HostConfig"]["ShmSize"] == 2 << 30
     finally:
         compose("down", "-v", "-t", "20")
+
+
+def test_the_rollout_image_brings_guard_route_and_plugin(image: str, tmp_path: Path) -> None:
+    """On a stand-in for vLLM's image: Python with pip, and nothing of vLLM."""
+    base, stand_in, made = (
+        os.environ["NIGHTSHIFT_PYTHON_IMAGE"],
+        "localhost/vllm-stand-in:test",
+        IMAGE.replace("orchestrator", "rollout"),
+    )
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {base}\nRUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
+    )
+    common = ("bud", "--layers", "--isolation", "chroot", "--network", "host", "--format", "docker")
+    more = ["-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt"]
+    more = more if Path(CERTIFICATES).exists() else []
+    run("buildah", *common, *more[:2], "-f", str(tmp_path / "Dockerfile"), "-t", stand_in, str(tmp_path), timeout_s=300)
+    file = ("-f", "deploy/docker/rollout.Dockerfile", "-t", made, ".")
+    run("buildah", *common, *more, "--build-arg", f"VLLM_IMAGE={stand_in}", *file, timeout_s=300)
+    program = (
+        "import importlib.metadata as m, os, msgpack, services.rollout.guard as g\n"
+        "print(os.getuid(), g.decide('GET', '/health', [], b't'), g.decide('POST', '/pause', [], b't'))\n"
+        "print([e.name for e in m.entry_points(group='vllm.general_plugins')])"
+    )
+    said = run(
+        "podman", "run", "--rm", "--read-only", "--cap-drop", "ALL", "--entrypoint", "python3", made, "-c", program
+    )
+    assert said.split("\n")[:2] == ["10001 200 401", "['nightshift_rollout']"]
