@@ -111,7 +111,12 @@ def prepare(
     problems = check_paths(spec, policy)
     if problems:
         raise _wrong(problems)
-    make_run(run_dir)
+    try:
+        make_run(run_dir)
+    except BadInputError as error:
+        if isinstance(error.__cause__, OSError):  # the server's trouble, not the submission's
+            raise error.__cause__ from error
+        raise
     try:
         problems = _place_uploads(spec, uploads, project, run_dir / "inputs")
         if not problems:

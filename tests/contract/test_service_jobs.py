@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -316,3 +317,21 @@ async def test_settings_are_asked_for_all_or_none(tmp_path: Path) -> None:
         assert (late.status_code, late.json()["state"]) == (409, "cancelled")
         actions = [entry["action"] for entry in (await api.http.get("/v1/audit")).json()["entries"]]
         assert actions.count("job.settings") == 2
+
+
+async def test_a_full_disk_is_said_so_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(tmp_path, drive=False) as api:
+        kept = await api.submit()
+        full = OSError(errno.ENOSPC, "No space left on device")
+
+        def refuse(*_values: object, **_named: object) -> None:
+            raise full
+
+        for target in ("nightshift.cli.runs.Path.mkdir", "orchestrator.jobs.submission.write_resolved"):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, refuse)
+                answer = await api.http.post("/v1/jobs", json=job())
+                assert (answer.status_code, answer.json()["type"]) == (503, "urn:nightshift:problem:disk-full")
+        assert [item["id"] for item in (await api.http.get("/v1/jobs")).json()["jobs"]] == [kept["id"]]
+        assert len(os.listdir(tmp_path / "runs")) == 1  # noqa: PTH208
+        assert (await api.http.post("/v1/jobs", json=job())).status_code == 201
