@@ -99,6 +99,9 @@ def local_files(spec: JobSpec) -> Iterator[tuple[str, str, Callable[[str], None]
     if ":" in spec.algorithm.estimator:
         path, _, name = spec.algorithm.estimator.rpartition(":")
         yield "algorithm.estimator", path, member(spec.algorithm, "estimator", f":{name}")
+    if spec.data.curriculum is not None and ":" in spec.data.curriculum:
+        path, _, name = spec.data.curriculum.rpartition(":")
+        yield "data.curriculum", path, member(spec.data, "curriculum", f":{name}")
 
 
 def reward_reads(spec: JobSpec) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ from orchestrator.jobs.uploads import REFERENCE, SCHEME, Uploads
 
 #: Largest source file of a reward function: it is parsed where it is submitted.
 _MAX_SOURCE = 1 << 20
+#: ``path.py:function``, wherever it stands.
+_FUNCTION = re.compile(r"\.py:\w+$")
 #: Sections and keys that belong to the service, whatever a submission says.
 _OWN = ("resources.runs_dir", "resources.weight_store")
 
@@ -64,13 +67,11 @@ def validate(document: dict[str, Any]) -> JobSpec:
 
 def code_fields(spec: JobSpec) -> list[str]:
     """The fields by which a job brings something that is executed."""
-    found = [f"rewards[{at}].function" for at, reward in enumerate(spec.rewards) if hasattr(reward, "function")]
+    found = [field for field, text in _texts(spec.model_dump(mode="json")) if _FUNCTION.search(text)]
     found += [f"rewards[{at}].type" for at, reward in enumerate(spec.rewards) if reward.type == "code"]
     for at, reward in enumerate(spec.rewards):
         if getattr(reward, "api_key_variable", None):  # any variable of the server, sent to any address
             found.append(f"rewards[{at}].api_key_variable")
-    if ":" in spec.algorithm.estimator:
-        found.append("algorithm.estimator")
     if spec.rollout.extra_args:
         found.append("rollout.extra_args")
     return found
@@ -147,7 +148,7 @@ def check_paths(spec: JobSpec, policy: Policy) -> list[tuple[str, str]]:
     for field, text in _texts(spec.model_dump(mode="json")):
         if field in _OWN or text.startswith(SCHEME) or not _is_local(field, text):
             continue
-        path = Path(text.rpartition(":")[0] if field.endswith((".function", ".estimator")) else text)
+        path = Path(text.rpartition(":")[0] if _FUNCTION.search(text) else text)
         if not any(_within(path, folder) for folder in policy.allowed):
             allowed = ", ".join(str(folder) for folder in policy.allowed)
             what = f"below {allowed}, or an upload" if allowed else "an upload"
@@ -188,12 +189,12 @@ def _is_local(field: str, text: str) -> bool:
         return text.startswith(("file:", "sqlite:"))
     if text.startswith(("/", "~", "./", "../")) or "/../" in text or text in (".", ".."):
         return True
-    if field.startswith("data."):
+    if field.startswith("data.") and field != "data.curriculum":
         name = field.partition("[")[0]
         return name in ("data.train_files", "data.test_files") or (
             name == "data.chat_template" and text not in CHAT_TEMPLATES
         )
-    return field.endswith(".function") or (field == "algorithm.estimator" and ":" in text)
+    return _FUNCTION.search(text) is not None
 
 
 def _within(path: Path, folder: Path) -> bool:

@@ -72,6 +72,9 @@ async def test_who_may_bring_code_is_a_scope(tmp_path: Path) -> None:
         assert (await api.http.post("/v1/jobs", json=remote, headers=without)).status_code == 201
         sneaky = remote | {"rollout": {"extra_args": ["--middleware", "x"]}}
         problem(await api.http.post("/v1/jobs", json=sneaky, headers=without), 403)
+        ordered = remote | {"data": remote["data"] | {"curriculum": f"upload:{digest(REWARD)}/order.py:score"}}
+        refused = problem(await api.http.post("/v1/jobs", json=ordered, headers=without), 403)
+        assert "data.curriculum" in refused["detail"]
         judge = {"type": "judge", "url": "http://evil.example", "model": "m"}
         for reward in ({"type": "code"}, judge | {"api_key_variable": "NIGHTSHIFT_TOKEN"}):
             problem(await api.http.post("/v1/jobs", json=job(rewards=[reward]), headers=without), 403)
