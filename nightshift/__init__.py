@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nightshift.client import Client as Client
+    from nightshift.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Client", "__version__"]
+__all__ = ["Client", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from nightshift.client import Client
 
         return Client
+    if name == "Trainer":
+        from nightshift.trainer import Trainer
+
+        return Trainer
     raise AttributeError(f"module 'nightshift' has no attribute {name!r}")

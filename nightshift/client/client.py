@@ -20,6 +20,7 @@ from nightshift.client.files import pack, read_job
 from nightshift.client.models import Checkpoint, Event, Job
 from nightshift.client.problems import ServiceError, error_of
 from nightshift.config import JobSpec
+from nightshift.wire import codec
 from nightshift.wire.errors import BadInputError
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -79,6 +80,7 @@ class Client:
         priority: int = 0,
         project: str | None = None,
         idempotency_key: str | None = None,
+        session: bool = False,
     ) -> Job:
         """Queues a job; the files that it names on this machine travel with it.
 
@@ -87,6 +89,7 @@ class Client:
             overrides: ``key=value`` in place of the file's values.
             priority: -100 to 100; higher goes first.
             project: for tokens of all projects.
+            session: the job is driven step by step, with :meth:`ask`; see :class:`nightshift.Trainer`.
             idempotency_key: submitting again with the same key gives the same job; by default one is made, so that a
                 request that is repeated because its answer got lost makes no second job.
 
@@ -97,7 +100,8 @@ class Client:
         where = {"project": project} if project is not None else {}
         document = pack(read_job(job, overrides), lambda digest, path: self._upload(digest, path, where))
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        answer = self._ask("POST", "/v1/jobs", json=document, params={"priority": priority, **where}, headers=headers)
+        params = {"priority": priority, "session": session, **where}
+        answer = self._ask("POST", "/v1/jobs", json=document, params=params, headers=headers)
         return Job.of(answer.json())
 
     def plan(self, job: str | Path | dict[str, Any] | JobSpec, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -169,6 +173,28 @@ class Client:
         if not job.has_ended and job.state != "paused":
             raise TimeoutError(f"job {job_id} is {job.state} after {timeout_s} s")
         return job
+
+    def post(self, job_id: str, message: dict[str, Any]) -> int:
+        """Asks a driven job for something; returns the number under which its answer is found."""
+        headers = {"Content-Type": "application/x-msgpack"}
+        answer = self._ask("POST", f"/v1/jobs/{job_id}/session", content=codec.pack(message), headers=headers)
+        return int(answer.json()["number"])
+
+    def answer(self, job_id: str, number: int, timeout_s: float) -> dict[str, Any]:
+        """Waits for the answer to a request.
+
+        Raises:
+            ServiceError: the job has ended.
+            TimeoutError: there was none after ``timeout_s`` seconds.
+        """
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) > 0:
+            params = {"wait_s": min(20.0, left)}
+            found = self._ask("GET", f"/v1/jobs/{job_id}/session/{number}", params=params)
+            if found.status_code == 200:
+                value: dict[str, Any] = codec.unpack(found.content)
+                return value
+        raise TimeoutError(f"job {job_id} had not answered request {number} after {timeout_s:.0f} s")
 
     # Settings ---------------------------------------------------------------------------------------------------------
 

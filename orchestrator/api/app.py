@@ -23,6 +23,7 @@ from orchestrator.api import (
     routes_events,
     routes_jobs,
     routes_page,
+    routes_session,
     routes_settings,
 )
 from orchestrator.api.grpc_jobs import make_server
@@ -73,7 +74,15 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
     )
     app.state.service = service
     problems.install(app)
-    for module in (routes_jobs, routes_settings, routes_data, routes_events, routes_access, routes_page):
+    for module in (
+        routes_jobs,
+        routes_session,
+        routes_settings,
+        routes_data,
+        routes_events,
+        routes_access,
+        routes_page,
+    ):
         app.include_router(module.router)
     metrics = Metrics()
     _add_health(app, service, metrics)

@@ -205,6 +205,12 @@ class SettingsList(BaseModel):
     pending: dict[str, Any] = Field(description="Asked for, and not yet in effect.")
 
 
+class Asked(BaseModel):
+    """A request to a driven job."""
+
+    number: int = Field(description="Under which its answer is found.")
+
+
 class Upload(BaseModel):
     """A file that submissions may refer to as `upload:<sha256>/<file name>`."""
 

@@ -16,6 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from nightshift.cli.runs import JOB
 from nightshift.wire.errors import WireError
+from nightshift.wire.mailbox import Mailbox
 from nightshift.wire.trace import TraceContext
 from orchestrator.api.models import Job, JobDetail, JobPage
 from orchestrator.api.problems import ProblemError, errors
@@ -68,6 +69,7 @@ async def submit(
     caller: Submitter,
     project: Annotated[str | None, Query(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = None,
     priority: Annotated[int, Query(ge=-100, le=100, description="Higher goes first.")] = 0,
+    session: Annotated[bool, Query(description="Driven step by step: rollouts and steps are asked for.")] = False,
     idempotency_key: Annotated[
         str | None, Header(min_length=1, max_length=255, pattern=r"^[ -~]+$", description="One key makes one job.")
     ] = None,
@@ -77,7 +79,15 @@ async def submit(
     body = await request.body()
     document = _parse(request, body)
     record, created = await run_in_threadpool(
-        submit_document, service, caller, document, project, priority, idempotency_key, traceparent or ""
+        submit_document,
+        service,
+        caller,
+        document,
+        project,
+        priority,
+        idempotency_key,
+        traceparent or "",
+        session=session,
     )
     if not created:
         response.status_code = 200
@@ -94,12 +104,14 @@ def submit_document(
     priority: int,
     key: str | None,
     traceparent: str,
+    *,
+    session: bool = False,
 ) -> tuple[JobRecord, bool]:
     """Queues a job; returns it, and whether it is new."""
     project = caller.project_for(asked)
     if service.access.project(project) is None:
         raise ProblemError(404, f"there is no project {project!r}")
-    digest = body_hash(document, priority=priority)
+    digest = body_hash(document, priority=priority, **({"session": True} if session else {}))
     if key is not None and (known := service.jobs.submitted_before(project, key, digest)):
         return known, False
     spec = validate(document)
@@ -107,6 +119,8 @@ def submit_document(
     job_id, run_dir, spec = prepare(
         spec, service.config.runs_dir, service.uploads, project, service.policy, service.clock()
     )
+    if session:
+        Mailbox(run_dir).make()
     new = NewJob(
         id=job_id,
         project=project,

@@ -14,6 +14,7 @@ from nightshift.config import JobSpec
 from nightshift.data import PromptSet, Tokenizer
 from nightshift.wire.errors import RoleError
 from nightshift.wire.events import EventLog
+from nightshift.wire.mailbox import Mailbox
 from nightshift.wire.restart_request import ask_restart
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.admission import Admission
@@ -36,6 +37,7 @@ from orchestrator.runner.rollouts import drop_rollouts_after
 from orchestrator.runner.scorer import ScorerClient
 from orchestrator.runner.server import Proof
 from orchestrator.runner.services import ScorerAddress, Services, TrainerAddress, read_services
+from orchestrator.runner.session import SessionPipeline
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.start import Start, take_up
 from orchestrator.runner.stepper import Stepper
@@ -177,7 +179,7 @@ class Attempt:
             critic=critic,
         )
         self._closing.insert(0, stepper)  # it uses all the others
-        pipeline = Pipeline(
+        pipeline = (SessionPipeline if Mailbox(self.run_dir).exists else Pipeline)(
             spec,
             total_steps,
             prompts=train.prompts,
@@ -192,6 +194,8 @@ class Attempt:
             admission=admission,
         )
         pipeline.live = live
+        if isinstance(pipeline, SessionPipeline):
+            pipeline.tokenizer, pipeline.run_dir = inputs.tokenizer, self.run_dir
         self._exporter.watch(
             services, total_steps, books=books, fleet=fleet, runner=runner, stepper=stepper, pipeline=pipeline
         )

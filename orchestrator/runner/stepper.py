@@ -121,6 +121,11 @@ class Stepper:
         self._last_end = time.time()
         self._rounding_told = False
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step."""
+        return self._metrics
+
     async def begin(self) -> None:
         """Brings the first weights to the servers and evaluates them."""
         publication = await self._publish()

@@ -39,7 +39,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
     # Slow enough for the steps between which the page acts.
     job = (example / "job.yaml").read_text()
     (example / "job.yaml").write_text(
-        re.sub(r"^rollout:.*\n", "rollout:\n  request_timeout_s: 0.3\n", job, flags=re.MULTILINE)
+        re.sub(r"^rollout:.*\n", "rollout:\n  request_timeout_s: 1.5\n", job, flags=re.MULTILINE)
     )
     with Up(tmp_path / "data") as up:
         text = script().replace(DATA_DIR, str(up.folder)).replace(URL, up.url)

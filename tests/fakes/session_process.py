@@ -1,0 +1,37 @@
+"""Plays ``nightshift run JOB --resume FOLDER --json``: the real runner, between fake services in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from nightshift.config.load import read_resolved
+from orchestrator.runner.job import Job
+from tests.fakes.engine import FakeEngine
+from tests.fakes.run import FakeRun
+from tests.fakes.scorers import FakeScorers
+from tests.fakes.trainer import FakeTrainer
+
+
+async def run(folder: Path) -> int:
+    """Runs the job of a folder to its end."""
+    with tempfile.TemporaryDirectory(prefix="ns-fake-") as store:
+        fake: FakeRun = object.__new__(FakeRun)  # on a folder and a job that are there already
+        fake.run_dir, fake.spec = folder, read_resolved(folder / "job.yaml")
+        fake.engines = [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
+        fake.scorers, fake.trainer, fake.reference_url = FakeScorers(), FakeTrainer(Path(store)), ""
+        async with fake:
+            job = Job(folder, 0)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, job.stop)
+            return await job.run(resume=True)
+
+
+if __name__ == "__main__":
+    os.environ["NIGHTSHIFT_RUN_ID"] = Path(sys.argv[1]).name
+    sys.exit(asyncio.run(run(Path(sys.argv[1]))))
