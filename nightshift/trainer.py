@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -176,6 +177,7 @@ class Trainer:
         self._remote = (url, token) if url is not None else None
         self._command = list(service_command)
         self._service: subprocess.Popen[str] | None = None
+        self._folder: Path | None = None  # of the own service
         self._client: Client | None = None
         self._job: Job | None = None
         self._memory: int | None = None
@@ -277,15 +279,18 @@ class Trainer:
         return done
 
     def save(self, folder: str | Path) -> Path:
-        """Ends the loop, and fetches the policy as an HF folder."""
+        """Ends the loop, and fetches the policy as an HF folder: a service of the trainer's own keeps nothing."""
         client, job = self._running()
         self._end_session()
         return client.export(job.id, folder)
 
     def close(self) -> None:
         """Ends the loop and, where there is one, the trainer's own service; calling it again is harmless."""
+        whole = False
         try:
             self._end_session()
+            ended = self.job
+            whole = ended is None or ended.state != "failed"
         finally:
             if self._client is not None:
                 self._client.close()
@@ -296,6 +301,9 @@ class Trainer:
                 if self._service.stdout is not None:
                     self._service.stdout.close()
                 self._service = None
+            if self._folder is not None and whole:  # what a failed job wrote stays, for its logs
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
             atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -329,7 +337,7 @@ class Trainer:
 
     def _own_service(self) -> Client:
         prepare.check_installation()
-        folder = Path(tempfile.mkdtemp(prefix="nightshift-"))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="nightshift-"))
         arguments = ["--data-dir", str(folder), "--port", "0", "--json", "--allow-path", "/", *self._command]
         log = (folder / "service.log").open("w")
         try:

@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from nightshift.wire import codec
 from orchestrator.api.app import make_app
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.service import Service
@@ -26,6 +27,13 @@ from orchestrator.store.access import Scope
 from tests.fakes.service import Api, job, serve
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@schemathesis.serializer("application/x-msgpack")
+def binary(_context: Any, value: Any) -> bytes:
+    """A body that is bytes as it is; anything else as a message."""
+    data = getattr(value, "data", value)
+    return data if isinstance(data, bytes) else codec.pack({"kind": str(data)})
 
 
 class Served:
