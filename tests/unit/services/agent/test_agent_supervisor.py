@@ -268,3 +268,14 @@ def test_the_agent_ends_when_its_parent_is_killed(agent, tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     assert not run.store.exists()
+
+
+def test_a_job_on_preference_pairs_starts_no_server(agent):
+    run = agent(algorithm={"policy_loss": "dpo"})
+    run.until_event("agent", "ready")
+    assert run.services["rollout"] == []
+    assert run.services["trainer"]["url"] == "grpc://trainer"
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert run.events("rollout") == []
+    assert (run.run_dir / "order").read_text().split("\n")[0] == "ray started"
