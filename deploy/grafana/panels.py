@@ -59,6 +59,8 @@ class Board:
 
 #: What each query is narrowed to.
 RUN = 'run_id=~"$run_id"'
+#: The same for processes that may serve several runs, as the chart labels its servers and Ray nodes.
+SHARED = 'run_id=~"$run_id|shared"'
 
 
 def curve(
@@ -74,7 +76,8 @@ def number(title: str, expr: str, *, unit: str = "short", note: str = "") -> Pan
 
 
 def _narrow(expr: str) -> str:
-    return expr.replace("%", RUN)
+    others = any(name in expr for name in ("vllm:", "ray_", "up{"))
+    return expr.replace("%", SHARED if others else RUN)
 
 
 def stage_times(title: str, *stages: str, note: str = "") -> Panel:
