@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
     overlong_penalty: float = Field(default=1.0, ge=0)
     """The penalty at the length limit, taken off the reward."""
     mask_truncated: bool = False
-    """Leave responses that the length limit cut out of the loss, though they count in their group (overlong filter)."""
+    """Leave responses that the length limit cut out of the loss and of their group's comparison (overlong filter)."""
 
     preference_beta: float = Field(default=0.1, gt=0)
     """Strength of the pull to the reference in dpo and ipo."""

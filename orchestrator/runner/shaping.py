@@ -69,13 +69,15 @@ def shape(samples: Sequence[Sample], spec: JobSpec, rewarded: bool) -> None:
 def teaches(samples: Sequence[Sample], spec: JobSpec) -> bool:
     """Whether a group is trained on: not, under ``algorithm.filter_zero_spread``, where all its rewards are equal.
 
-    An unscored sample says nothing; a group of one scored sample has nothing to compare. The penalty on long answers
+    An unscored sample says nothing, nor does one without a trained token; a group of one scored sample has nothing to compare. The penalty on long answers
     is left out: a group of right answers of different length is no signal (Yu et al. 2025, eq. 11, takes correctness).
     """
     if not spec.algorithm.filter_zero_spread:
         return True
     rewards = [
-        np.nan if sample.reward is None else sample.reward - sample.reward_parts.get(OVERLONG, 0.0)
+        np.nan
+        if sample.reward is None or not sample.trained_tokens
+        else sample.reward - sample.reward_parts.get(OVERLONG, 0.0)
         for sample in samples
     ]
     return has_spread(np.array(rewards, np.float64))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightshift.algorithms import compute_advantages
 from nightshift.config import JobSpec
 from nightshift.wire.errors import RoleError
 from nightshift.wire.experience import FINISH_LENGTH, Sample
@@ -80,6 +81,15 @@ def test_a_difference_that_only_the_overlong_penalty_makes_is_no_signal() -> Non
     shape(samples, spec, rewarded=True)
     assert samples[0].reward != samples[1].reward
     assert not teaches(samples, spec)
+
+
+def test_a_difference_to_a_response_that_is_left_out_is_no_signal() -> None:
+    spec = make_spec({"filter_zero_spread": True, "mask_truncated": True})
+    samples = [*group(1.0, 1.0), make_sample("g0.2", reward=0.0, finish_reason=FINISH_LENGTH)]
+    shape(samples, spec, rewarded=True)
+    assert not teaches(samples, spec)
+    compute_advantages(samples, spec.algorithm)
+    assert not any(sample.advantages.any() for sample in samples if sample.advantages is not None)
 
 
 def test_rewards_by_data_source() -> None:
