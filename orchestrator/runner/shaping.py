@@ -69,8 +69,9 @@ def shape(samples: Sequence[Sample], spec: JobSpec, rewarded: bool) -> None:
 def teaches(samples: Sequence[Sample], spec: JobSpec) -> bool:
     """Whether a group is trained on: not, under ``algorithm.filter_zero_spread``, where all its rewards are equal.
 
-    An unscored sample says nothing, nor does one without a trained token; a group of one scored sample has nothing to compare. The penalty on long answers
-    is left out: a group of right answers of different length is no signal (Yu et al. 2025, eq. 11, takes correctness).
+    An unscored sample says nothing, nor does one without a trained token; a group of one scored sample has nothing to
+    compare. The penalty on long answers is left out: a group of right answers of different length is no signal (Yu et
+    al. 2025, eq. 11, takes correctness).
     """
     if not spec.algorithm.filter_zero_spread:
         return True
