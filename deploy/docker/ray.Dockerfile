@@ -42,6 +42,8 @@ RUN apt-get update \
     && groupadd --gid 10001 nightshift \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin nightshift \
     && install -d -o 10001 -g 10001 /data
+# KubeRay starts Ray in a login shell, whose profile sets the path anew.
+COPY deploy/docker/profile.sh /etc/profile.d/nightshift.sh
 COPY --from=build /opt/venv /opt/venv
 COPY nightshift /opt/nightshift/nightshift
 COPY orchestrator /opt/nightshift/orchestrator

@@ -1,0 +1,2 @@
+# shellcheck shell=sh
+export PATH="/opt/venv/bin:${PATH}"
