@@ -321,7 +321,8 @@ class Pipeline:
             plan = self._plan(places, batch)
             running = state.running.items() if plan.late else ()
             late = [index for index, group in running if group.started_version in plan.late]
-            await self._drop([*(age.order for age in plan.drop), *late])
+            gone = [*(age.order for age in plan.drop), *late]
+            await self._drop(gone)
             take = plan.take
             if len(take) < places:
                 sizes = [len(state.ready[age.order].samples) for age in take]
@@ -330,7 +331,8 @@ class Pipeline:
                 return state.open_with(take)
             if self._hopeless():
                 raise state.failed_in_row[0]
-            await self._wait_behind(plan)
+            if not gone:  # else others may have come in meanwhile, of which the plan knows nothing
+                await self._wait_behind(plan)
 
     def _enough(self, places: int) -> bool:
         """Whether there may be a part: what is ready completes the batch, or fills a pass of the trainer."""

@@ -25,9 +25,9 @@ def after(run: FakeRun, step: int, **changes: Any):
     """Asks for changes once ``step`` was made."""
 
     async def watch(_job: Job) -> None:
-        await run.until(lambda: len(run.updates) >= step, f"step {step}")
+        await run.until(lambda: len(run.updates) >= step, f"step {step}", 60)
         ask(run, **changes)
-        await run.until(lambda: False, "the end", 60)
+        await run.until(lambda: False, "the end", 200)
 
     return watch
 
@@ -41,7 +41,7 @@ async def test_batch_size_and_learning_rate(tmp_path: Path, staleness: int) -> N
     settings = {"pipeline": {"max_staleness": staleness}, "trainer": {"total_steps": 8}}
     async with FakeRun(tmp_path, prompts=12, token_s=0.003, **settings) as run:
         changes = {"rollout__batch_size": 3, "trainer__learning_rate": 0.5, "trainer__save_freq": 2}
-        assert await run.run(watch=after(run, 2, **changes)) == 0, run.error()
+        assert await run.run(watch=after(run, 2, **changes), limit_s=120) == 0, run.error()
         old, new, step = effects(run)["rollout.batch_size"]
         assert (old, new) == (2, 3)
         assert 3 <= step <= 5
@@ -59,13 +59,13 @@ async def test_asynchronous_to_synchronous_and_back(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=12, token_s=0.003, **settings) as run:
 
         async def watch(_job: Job) -> None:
-            await run.until(lambda: len(run.updates) >= 3, "step 3")
+            await run.until(lambda: len(run.updates) >= 3, "step 3", 60)
             ask(run, pipeline__max_staleness=0)
-            await run.until(lambda: len(run.updates) >= 8, "step 8")
+            await run.until(lambda: len(run.updates) >= 8, "step 8", 60)
             ask(run, pipeline__max_staleness=1)
-            await run.until(lambda: False, "the end", 60)
+            await run.until(lambda: False, "the end", 200)
 
-        assert await run.run(watch=watch) == 0, run.error()
+        assert await run.run(watch=watch, limit_s=120) == 0, run.error()
         first, second = [event["step"] for event in run.events("setting")]
         ages = {line["step"]: line["metrics"]["staleness/max"] for line in run.metrics()}
         assert max(ages[step] for step in range(first, second)) == 0
@@ -77,7 +77,7 @@ async def test_a_temperature_changes_only_between_groups(tmp_path: Path, stalene
     """What was drawn at one temperature is trained on at that one."""
     settings = {"pipeline": {"max_staleness": staleness}, "trainer": {"total_steps": 8}}
     async with FakeRun(tmp_path, prompts=24, token_s=0.003, **settings) as run:
-        assert await run.run(watch=after(run, 2, rollout__temperature=0.5)) == 0, run.error()
+        assert await run.run(watch=after(run, 2, rollout__temperature=0.5), limit_s=120) == 0, run.error()
         old, new, step = effects(run)["rollout.temperature"]
         assert (old, new) == (1.0, 0.5)
         names = [re.search(r"g\d+\.\d+", request.request_id) for request in run.samples()]
@@ -96,13 +96,13 @@ async def test_settings_survive_a_restart(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=24, trainer={"total_steps": 8, "save_freq": 1}, token_s=0.003) as run:
 
         async def watch(job: Job) -> None:
-            await run.until(lambda: len(run.updates) >= 2, "step 2")
+            await run.until(lambda: len(run.updates) >= 2, "step 2", 60)
             ask(run, rollout__batch_size=3)
-            await run.until(lambda: bool(run.events("setting")), "the change")
+            await run.until(lambda: bool(run.events("setting")), "the change", 60)
             job.stop()
-            await run.until(lambda: False, "the end", 60)
+            await run.until(lambda: False, "the end", 200)
 
-        assert await run.run(watch=watch) == 130
+        assert await run.run(watch=watch, limit_s=120) == 130
         made = len(run.updates)
         ask(run, trainer__learning_rate=0.25)
         assert await run.run(resume=True) == 0, run.error()
