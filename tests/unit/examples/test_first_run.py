@@ -99,9 +99,10 @@ def test_reward(response, truth, expected):
 @pytest.mark.parametrize("path", JOB_FILES, ids=[str(path.relative_to(EXAMPLES)) for path in JOB_FILES])
 def test_job_files_are_valid_and_name_files_that_exist_or_are_made(path, tmp_path):
     spec = JobSpec.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    made = {str(Path("data") / made.relative_to(tmp_path)) for made in make_data.write(tmp_path)}
+    data = EXAMPLES / "first_run" / "data"
+    made = {data / made.relative_to(tmp_path) for made in make_data.write(tmp_path)}
     for name in spec.data.train_files + spec.data.test_files:
-        assert name in made or (path.parent / name).exists()
+        assert (path.parent / name).resolve() in made or (path.parent / name).exists()
     for reward in spec.rewards:
         if reward.type == "python":
             file, function = reward.function.rsplit(":", 1)
