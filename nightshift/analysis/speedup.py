@@ -12,6 +12,7 @@ One optimiser step needs, in seconds:
 ``P``       publication: the trainer hands its weights out and cannot train meanwhile
 ``V``       delivery: from the published weights to servers that generate with them
 ``W``       pause: the part of ``V`` in which servers stand still, ``W <= V``
+``K``       after a push under running requests: reading their contexts again, since a KV cache outlives no weights
 ``eta``     ``pipeline.max_staleness``
 ==========  ============================================================================================
 
@@ -22,10 +23,10 @@ A weight update and the batch that the staleness bound ties to it form a loop: a
 
 and ``eta + 1`` batches are on their way around it. No stage can be faster than its own work either, so
 
-    step(eta) = max(loop / (eta + 1),  u G + W,  S,  T + P,  P + V)
+    step(eta) = max(loop / (eta + 1),  u G + W + K,  S,  T + P,  P + V)
 
-``eta = 0`` is the synchronous step, the loop itself, since no other term can exceed it; without a bound the first term
-is 0. It follows that an asynchronous step never takes longer than a synchronous one, that it is at most ``eta + 1``
+``eta = 0`` is the synchronous step, the loop itself, since no other term can exceed it (nothing runs while weights are
+pushed, so that ``K`` is 0); without a bound the first term is 0. It follows that an asynchronous step never takes longer than a synchronous one, that it is at most ``eta + 1``
 times as fast, and that two balanced stages gain at most 2 times, three at most 3 times, where ``u`` is 1 and ``D`` is
 ``T``.
 
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Limit = Literal["staleness", "rollout", "scoring", "trainer", "delivery"]
@@ -65,6 +66,7 @@ class StageTimes:
         scoring_tail: ``R``; None: all of ``S``, as where scoring begins with a whole batch.
         training_tail: ``D``; None: all of ``T``.
         occupancy: ``u``, in (0, 1].
+        recompute: ``K``; :func:`recompute_seconds` gives it from the contexts that run.
 
     Raises:
         ValueError: a time is negative or not finite, a part is longer than its whole, or the occupancy is outside
@@ -80,6 +82,7 @@ class StageTimes:
     scoring_tail: float | None = None
     training_tail: float | None = None
     occupancy: float = 1.0
+    recompute: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -91,6 +94,7 @@ class StageTimes:
             "delivery",
             "scoring_tail",
             "training_tail",
+            "recompute",
         ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -129,7 +133,7 @@ class StageTimes:
     def stages(self) -> dict[Limit, float]:
         """Seconds for which each stage is taken up by one step, whatever the staleness bound."""
         return {
-            "rollout": self.occupancy * self.generation + self.pause,
+            "rollout": self.occupancy * self.generation + self.pause + self.recompute,
             "scoring": self.scoring,
             "trainer": self.training + self.publication,
             "delivery": self.publication + self.delivered,
@@ -146,6 +150,8 @@ def terms(times: StageTimes, max_staleness: int | None) -> dict[Limit, float]:
         return {"staleness": 0.0, **times.stages}
     if max_staleness < 0:
         raise ValueError(f"max_staleness is {max_staleness}, and it counts from 0")
+    if max_staleness == 0:
+        times = replace(times, recompute=0.0)
     return {"staleness": times.loop / (max_staleness + 1), **times.stages}
 
 
@@ -212,14 +218,37 @@ def bubbles(times: StageTimes, max_staleness: int | None) -> dict[Literal["rollo
 def slack(times: StageTimes, max_staleness: int | None) -> float | None:
     """By which factor generation could take longer before a step does; None where there is none to scale.
 
-    Generation stands in two terms: ``k (u G) + W <= step`` and ``max(k G + R, S) + D + P + V <= (eta + 1) step``.
+    Generation stands in two terms: ``k (u G) + W + K <= step`` and ``max(k G + R, S) + D + P + V <= (eta + 1) step``.
     """
     if times.generation < _CLOCK_S:
         return None
     step = step_seconds(times, max_staleness)
-    factors = [(step - times.pause) / (times.occupancy * times.generation)]
+    standing = times.pause + (0.0 if max_staleness == 0 else times.recompute)
+    factors = [(step - standing) / (times.occupancy * times.generation)]
     if max_staleness is not None:
         tail = times.scoring if times.scoring_tail is None else times.scoring_tail
         rest = times.behind + times.publication + times.delivered
         factors.append(((max_staleness + 1) * step - rest - tail) / times.generation)
     return max(1.0, min(factors))
+
+
+def recompute_seconds(running: float, context_tokens: float, prefill_tokens_s: float) -> float:
+    """``K`` of one server: ``running`` requests with ``context_tokens`` in the mean are read at this rate.
+
+    Raises:
+        ValueError: the rate is not positive.
+    """
+    if prefill_tokens_s <= 0:
+        raise ValueError(f"prefill_tokens_s is {prefill_tokens_s!r}, and a rate is positive")
+    return running * context_tokens / prefill_tokens_s
+
+
+def drain_seconds(pause: float, drain: float, busy_share: float) -> float:
+    """What a push costs the servers where they are drained first, in seconds of full generation.
+
+    Args:
+        pause: ``W``.
+        drain: from the last request that is admitted before the push to the last answer, in seconds.
+        busy_share: share of the slots that are decoding in the mean of the drain, 0..1.
+    """
+    return pause + drain * (1 - busy_share)

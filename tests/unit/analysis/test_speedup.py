@@ -14,7 +14,9 @@ from nightshift.analysis.speedup import (
     async_seconds,
     bubbles,
     curve,
+    drain_seconds,
     limit,
+    recompute_seconds,
     slack,
     speedup,
     staleness_needed,
@@ -69,6 +71,19 @@ def test_asynchronous_step_is_the_slowest_stage_or_its_share_of_the_loop() -> No
     assert [limit(times, bound) for bound in (0, 1, 2, None)] == ["staleness", "staleness", "trainer", "trainer"]
     assert staleness_needed(times) == 2  # 20.5 / 7 = 2.93 batches on their way
     assert speedup(times, 2) == pytest.approx(20.5 / 7)
+
+
+def test_contexts_that_are_read_again_cost_the_servers_time_where_requests_run_through_a_push() -> None:
+    kept = recompute_seconds(64, 900, 125_000)
+    assert kept == pytest.approx(0.4608)
+    times = StageTimes(generation=10, scoring=1, training=2, pause=0.2, occupancy=0.5, recompute=kept)
+    assert async_seconds(times) == pytest.approx(5 + 0.2 + kept)
+    assert sync_seconds(times) == pytest.approx(13.2)
+    assert slack(times, None) == pytest.approx(1)
+    # Drained servers read nothing again; they wait for the longest of their responses instead.
+    assert drain_seconds(0.2, 8.0, 0.3) == pytest.approx(5.8)
+    with pytest.raises(ValueError, match="a rate is positive"):
+        recompute_seconds(1, 1, 0)
 
 
 def test_published_example_of_a_low_occupancy_gains_three_and_a_half_times() -> None:
