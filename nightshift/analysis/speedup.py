@@ -26,9 +26,9 @@ and ``eta + 1`` batches are on their way around it. No stage can be faster than 
     step(eta) = max(loop / (eta + 1),  u G + W + K,  S,  T + P,  P + V)
 
 ``eta = 0`` is the synchronous step, the loop itself, since no other term can exceed it (nothing runs while weights are
-pushed, so that ``K`` is 0); without a bound the first term is 0. It follows that an asynchronous step never takes longer than a synchronous one, that it is at most ``eta + 1``
-times as fast, and that two balanced stages gain at most 2 times, three at most 3 times, where ``u`` is 1 and ``D`` is
-``T``.
+pushed, so that ``K`` is 0); without a bound the first term is 0. It follows that where ``K`` is 0 an asynchronous step
+never takes longer than a synchronous one, that it is at most ``eta + 1`` times as fast, and that two balanced stages
+gain at most 2 times, three at most 3 times, where ``u`` is 1 and ``D`` is ``T``.
 
 What the model leaves out: stages that share cores or memory slow one another down, so times measured while others
 worked make the synchronous step look longer than it would be. Steps are taken to be alike; where they are not,

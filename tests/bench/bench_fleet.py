@@ -142,10 +142,10 @@ def pace(applied: list[float], eta: int | None) -> float:
     return (applied[-1] - applied[warm]) / (len(applied) - 1 - warm)
 
 
-def arm(engines: int, batch: int, n: int, eta: int | None, in_flight: int) -> dict[str, Any]:
+def arm(engines: int, batch: int, n: int, eta: int | None, in_flight: int, steps: int | None = None) -> dict[str, Any]:
     """One run on a virtual clock, beside what the model says."""
     scale, times = balanced(engines, batch, n)
-    steps = 4 if eta == 0 else WARM + STEPS + 1
+    steps = steps or (4 if eta == 0 else WARM + STEPS + 1)
     began, cpu = time.monotonic(), time.process_time()
     result = run_virtual(_virtual(scale, settings(batch, n, eta, steps, in_flight)), TICK_S)
     tokens = sum(result["ages"].values())
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--samples", type=int, help="of a prompt group")
     parser.add_argument("--factor", type=float, default=1.0, help="simulated seconds in a real one, of cost")
-    parser.add_argument("--steps", type=int, default=4, help="of cost")
+    parser.add_argument("--steps", type=int, help="fewer or more of them")
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
     options = parser.parse_args()
     if options.part == "cores":
@@ -398,12 +398,14 @@ def main() -> None:
         batch = options.batch or (BATCH // 4 if small else BATCH)
         bounds = BOUNDS if small else (0, IN_FLIGHT // BATCH - 1)
         for eta in options.eta or bounds:
-            value = arm(engines, batch, options.samples or 2, eta, 8 * batch)
+            value = arm(engines, batch, options.samples or 2, eta, 8 * batch, options.steps)
             note(options.out, options.part, "none" if eta is None else str(eta), value)
     elif options.part == "cost":
         engines, batch = options.engines or ENGINES, options.batch or BATCH
         (eta,) = options.eta or (7,)
-        value = cost(engines, batch, options.samples or 4, eta, options.factor, options.steps, options.flush_tokens)
+        value = cost(
+            engines, batch, options.samples or 4, eta, options.factor, options.steps or 4, options.flush_tokens
+        )
         note(options.out, "cost", f"{value['in_flight']} in flight, flush {options.flush_tokens}", value)
     else:
         print(table(json.loads(options.out.read_text())))
