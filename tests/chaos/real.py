@@ -105,7 +105,7 @@ class Matrix:
         self._job, self._steps, self._seed, self._limit_s = job, steps, seed, limit_s
         self._dice = Random(seed)
         self._pace_s = pace_s
-        self._early: Counter[str] = Counter()  # deaths of each victim soon after its start, in a row
+        self._early: Counter[str] = Counter()  # deaths of each role soon after its start, in a row
         self._recovered: dict[str, float] = {}  # when each went on after the last one
         self._kills: list[Kill] = []
 
@@ -141,8 +141,8 @@ class Matrix:
     def _kill(self, running: Running, victim: Victim, budget: int) -> None:
         """Kills a victim after a random while, and waits until the run goes on; steps beyond ``budget`` go slowly."""
         moment = time.monotonic() + self._dice.uniform(0.0, 5.0)
-        if victim.restarted and self._early[victim.name] == _EARLY_KILLS:
-            moment = max(moment, self._recovered[victim.name] + _EARLY_S + self._dice.uniform(1.0, 5.0))
+        if victim.role and self._early[victim.role] == _EARLY_KILLS:
+            moment = max(moment, self._recovered[victim.role] + _EARLY_S + self._dice.uniform(1.0, 5.0))
         while time.monotonic() < moment:
             self._set_pace(self._pace_s if self._furthest(running) < budget else 5 * self._pace_s)
             time.sleep(min(0.5, max(0.0, moment - time.monotonic())))
@@ -152,13 +152,13 @@ class Matrix:
             time.sleep(0.2)
         furthest = self._furthest(running)
         assert furthest < self._steps, f"the job was at its end before the {victim.name} could be killed"
-        uptime = time.monotonic() - self._recovered.get(victim.name, -_EARLY_S)
-        self._early[victim.name] = self._early[victim.name] + 1 if uptime < _EARLY_S else 1
+        uptime = time.monotonic() - self._recovered.get(victim.role, -_EARLY_S)
+        self._early[victim.role] = self._early[victim.role] + 1 if uptime < _EARLY_S else 1
         began = time.time()
         assert kill(self._dice.choice(pids))
         step_s = self._step_after(running, began, 0)
         further_s = self._step_after(running, began, furthest)
-        self._recovered[victim.name] = time.monotonic()
+        self._recovered[victim.role] = time.monotonic()
         self._kills.append(Kill(victim.name, furthest, step_s, further_s))
         print(
             f"{victim.name} killed at step {furthest}: next step {step_s:.1f} s, further {further_s:.1f} s", flush=True

@@ -16,13 +16,13 @@ class Victim:
 
     Attributes:
         needle: text of its command line; ``without``: text that rules another process out.
-        restarted: whether its keeper gives up on it where it dies three times within 20 s of its start.
+        role: what its keeper gives up where it dies three times within 20 s of its start; "": Ray never does.
     """
 
     name: str
     needle: str
     without: str = "\0"
-    restarted: bool = True
+    role: str = ""
 
     def is_it(self, command: str) -> bool:
         """Whether this is the command line of such a process."""
@@ -32,12 +32,12 @@ class Victim:
 VICTIMS = {
     victim.name: victim
     for victim in (
-        Victim("server", "vllm.entrypoints.openai.api_server", without="keeper.py"),
-        Victim("engine", "VLLM::EngineCore"),
-        Victim("scorer", "ServeReplica:re", restarted=False),
-        Victim("rank", "RankActor"),
-        Victim("controller", "ServeController", restarted=False),
-        Victim("orchestrator", "orchestrator.runner"),
+        Victim("server", "vllm.entrypoints.openai.api_server", without="keeper.py", role="rollout"),
+        Victim("engine", "VLLM::EngineCore", role="rollout"),
+        Victim("scorer", "ServeReplica:re"),
+        Victim("rank", "RankActor", role="trainer"),
+        Victim("controller", "ServeController"),
+        Victim("orchestrator", "orchestrator.runner", role="orchestrator"),
     )
 }
 
