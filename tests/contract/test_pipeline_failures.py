@@ -295,4 +295,4 @@ async def test_an_error_that_nobody_foresaw_ends_the_run_with_a_sentence(
     monkeypatch.setattr("orchestrator.runner.update.compute_advantages", broken)
     async with FakeRun(tmp_path, prompts=4) as run:
         assert await run.run() == 1
-        assert run.error() == "ZeroDivisionError: a bug"
+        assert run.error() == "[orchestrator] ZeroDivisionError: a bug"
