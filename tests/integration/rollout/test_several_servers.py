@@ -225,7 +225,6 @@ async def refuse_what_is_not_published(site: Site) -> None:
         path.unlink()
         log = (site.folder / "logs" / "rollout-0.log").read_text(errors="replace")
         assert f"/weights/{path.name} is corrupt" in log
-    assert all(len(answer.response_ids) == TOKENS for answer in await site.draw(2))
 
 
 @pytest.mark.parametrize("which", ["EngineCore", "all"])
