@@ -140,6 +140,7 @@ def test_the_places_are_those_of_services_json(services, port):
         ],
         "reference": {"url": url, "application": "reference"},
         "critic": None,
+        "teacher": None,
     }
 
 
