@@ -24,8 +24,9 @@ ENDPOINT_VARIABLE = "NIGHTSHIFT_OTLP_ENDPOINT"
 RUN_ID = "nightshift.run_id"
 
 _log = logging.getLogger(__name__)
-#: Milliseconds between exports: short, so that a timeline is nearly complete while a run is watched.
-_SCHEDULE_MS = 1000
+#: Seconds for which a service gathers spans before it sends them: short, so that a timeline is nearly complete while a
+#: run is watched.
+EXPORT_DELAY_S = 1.0
 _EXPORT_TIMEOUT_S = 5
 _QUEUE_SPANS = 8192
 _provider: TracerProvider | None = None
@@ -162,7 +163,7 @@ def _exporter(endpoint: str) -> SpanProcessor:
     return BatchSpanProcessor(
         OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S),
         max_queue_size=_QUEUE_SPANS,
-        schedule_delay_millis=_SCHEDULE_MS,
+        schedule_delay_millis=int(1000 * EXPORT_DELAY_S),
         max_export_batch_size=512,
         export_timeout_millis=_EXPORT_TIMEOUT_S * 1000,
     )

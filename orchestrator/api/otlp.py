@@ -11,6 +11,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from nightshift.wire.errors import BadInputError
+from nightshift.wire.telemetry import EXPORT_DELAY_S
 
 #: Called with each received span as a map, in the form of the ``span`` event.
 SpanSink = Callable[[dict[str, Any]], None]
@@ -32,6 +33,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._forward_url = forward
         self._channel: grpc.aio.Channel | None = None
         self._forwarding: set[asyncio.Task[None]] = set()
+        self._received = False
 
     async def start(self, port: int) -> int:
         """Listens on loopback; 0 takes any free port. Returns the port.
@@ -62,7 +64,12 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return int(bound)
 
     async def stop(self) -> None:
-        """Stops listening after the calls in progress, for two seconds at most."""
+        """Stops listening after the calls in progress, for two seconds at most.
+
+        Services send their spans in batches: where any have come, the last ones are waited for.
+        """
+        if self._received:
+            await asyncio.sleep(EXPORT_DELAY_S + 0.2)
         if self._server is not None:
             await self._server.stop(2.0)
         if self._forwarding:
@@ -72,6 +79,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def Export(self, request: Any, context: Any) -> Any:
         """Receives one batch of spans."""
+        self._received = True
         for span in decode(request):
             self._sink(span)
         if self._channel is not None:

@@ -206,7 +206,7 @@ def test_another_version_is_refused_with_both_named(one: Client, next_step: int)
 
 def test_a_part_out_of_order_is_refused(one: Client, next_step: int) -> None:
     code, said = refused(lambda: one.update(next_step, batch(), part=3))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert code is grpc.StatusCode.ABORTED
     assert "expected part 0" in said
 
 
