@@ -71,7 +71,7 @@ class Policy(nn.Module):
         context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
         inputs = {
             "input_ids": input_ids,
-            "attention_mask": None if visible is None else self._mask(visible),
+            "attention_mask": attention_mask(self.model, visible),
             "position_ids": position_ids,
             "use_cache": False,
         }
@@ -89,12 +89,19 @@ class Policy(nn.Module):
         entropy = log_norm - (torch.softmax(picked, dim=-1) * picked).sum(-1)
         return logprobs, entropy
 
-    def _mask(self, visible: Tensor) -> Tensor:
-        """The 4-dimensional mask [B, 1, L, L] that the attention takes: added to scores, or boolean."""
-        if self.model.config._attn_implementation != "eager":
-            return visible[:, None]
-        dtype = next(self.model.parameters()).dtype
-        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+def attention_mask(model: nn.Module, visible: Tensor | None) -> Tensor | None:
+    """The 4-dimensional mask [B, 1, L, L] that a model's attention takes: added to scores, or boolean; None: causal.
+
+    Args:
+        visible: [B, L, L] bool, true where a token sees another.
+    """
+    if visible is None:
+        return None
+    if model.config._attn_implementation != "eager":
+        return visible[:, None]
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
 
 
 def can_share(policy: Policy) -> bool:

@@ -12,8 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from nightshift.wire.errors import BadInputError
 from services.trainer.config import RankConfig
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from services.trainer.policy import DTYPES, attention_mask
 
 
 class ValueModel(nn.Module):
@@ -52,12 +51,7 @@ class ValueModel(nn.Module):
             [N] float32 values, and [N] zeros.
         """
         context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
-        mask = None
-        if visible is not None:
-            mask = visible[:, None]
-            if self.model.config._attn_implementation == "eager":
-                dtype = next(self.model.parameters()).dtype
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        mask = attention_mask(self.model, visible)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         with context:
             values = self.model(**inputs).logits
@@ -82,7 +76,7 @@ def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
         loaded: Any = AutoModelForTokenClassification.from_pretrained(
             config.model_path,
             num_labels=1,
-            dtype=_DTYPES[config.dtype],
+            dtype=DTYPES[config.dtype],
             attn_implementation=config.attn_implementation,
             local_files_only=True,
             output_loading_info=True,
