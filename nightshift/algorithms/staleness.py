@@ -10,7 +10,8 @@ Two rules together keep the bound without throwing anything away:
 * Admission counts groups: one more may start while ``accepted + running < finished + (eta + 1) * batch``, where
   ``finished`` sums the batches of the updates whose weights the servers hold, and ``accepted`` leaves out dropped and
   filtered groups. Then at most ``(v + eta + 1) * batch`` groups were started at version v or before, just as many as
-  updates 0 .. v + eta use.
+  updates 0 .. v + eta use. Where the batch size changes during a run, an update that was made and whose weights are
+  still on their way counts with its own batch.
 * Hold-back looks at what taking a group would leave behind. Admission alone would do if groups were used in the order
   in which they started; since a fast group may overtake a slow one, an update may take a group only if all others in
   flight, ready or running, can still be used in time: in the places that the update has left, then ``batch`` of them
@@ -80,6 +81,7 @@ def headroom(
     finished: int,
     batch_size: int,
     max_staleness: int | None,
+    made: Sequence[int] = (),
     max_in_flight: int | None = None,
     steps_left: int | None = None,
 ) -> int:
@@ -91,18 +93,20 @@ def headroom(
         finished: sum of the batch sizes of the updates whose weights are on the servers. While a push is under way a
             new group still starts on the old version, and counting that update would admit one batch too many.
         batch_size: groups of the next update.
+        made: batch sizes of the updates that were made and whose weights are not on the servers yet, oldest first.
         max_staleness: eta; None for unbounded, which needs ``max_in_flight`` or ``steps_left``.
         max_in_flight: cap on ``running``; None for none.
-        steps_left: updates that the run has yet to make, so that nothing is generated that no update will use.
+        steps_left: updates that the run has yet to bring to the servers, those of ``made`` included, so that nothing is
+            generated that no update will use.
 
     Raises:
         ValueError: nothing bounds the number of groups.
     """
     bounds: list[int] = []
-    if max_staleness is not None:
-        bounds.append(finished + (max_staleness + 1) * batch_size - accepted - running)
-    if steps_left is not None:
-        bounds.append(finished + steps_left * batch_size - accepted - running)
+    for updates in (None if max_staleness is None else max_staleness + 1, steps_left):
+        if updates is not None:
+            used = sum(made[:updates]) + max(0, updates - len(made)) * batch_size
+            bounds.append(finished + used - accepted - running)
     if max_in_flight is not None:
         bounds.append(max_in_flight - running)
     if not bounds:
@@ -123,8 +127,8 @@ def plan_part(
     """Chooses the groups that update ``step`` may take, oldest first.
 
     With ``on_stale="wait"`` a group is only taken if that leaves no more groups without an update than there are
-    anyway, which is none as long as the batch size stays. With ``on_stale="drop"`` every ready group may be taken, and
-    :func:`left_behind` names what the update leaves too old.
+    anyway, which is none as long as the batch size is not lowered. With ``on_stale="drop"`` every ready group may be
+    taken, and :func:`left_behind` names what the update leaves too old.
 
     Args:
         step: the update, from 0: it starts from the weights of this version.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nightshift.algorithms.staleness import headroom
 
@@ -20,6 +20,7 @@ class Admission:
         finished_groups: sum of the batch sizes of the finished steps.
         finished_steps: steps whose weights all servers hold.
         max_in_flight: cap on running groups, None for none.
+        made: batch sizes of the steps that were made and whose weights some server still lacks, oldest first.
     """
 
     max_staleness: int | None
@@ -28,10 +29,15 @@ class Admission:
     finished_groups: int = 0
     finished_steps: int = 0
     max_in_flight: int | None = None
+    made: list[int] = field(default_factory=list)
 
-    def finish_step(self, groups: int) -> None:
-        """Notes a step that trained ``groups`` groups and whose weights all servers hold."""
-        self.finished_groups += groups
+    def make_step(self, groups: int) -> None:
+        """Notes a step that trained ``groups`` groups."""
+        self.made.append(groups)
+
+    def finish_step(self) -> None:
+        """Notes that all servers hold the weights of the oldest step of ``made``."""
+        self.finished_groups += self.made.pop(0)
         self.finished_steps += 1
 
     def headroom(self, accepted: int, running: int) -> int:
@@ -47,6 +53,7 @@ class Admission:
             finished=self.finished_groups,
             batch_size=self.batch,
             max_staleness=self.max_staleness,
+            made=self.made,
             max_in_flight=self.max_in_flight,
             steps_left=max(0, self.total_steps - self.finished_steps),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -396,10 +397,10 @@ class Fleet:
                         f"no rollout server was usable for {self._limits.away_s:g} s ({causes or 'none is listed'})",
                         role="rollout",
                     )
-                try:
-                    await asyncio.wait_for(self._changed.wait(), left)
-                except TimeoutError:
-                    continue
+                # Not asyncio.wait_for: cancelled twice, it leaves its inner task to take the lock, for good.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
 
     def _burden(self, server: Server) -> tuple[bool, int]:
         """Servers below their window come first, of those the least loaded."""

@@ -182,6 +182,7 @@ class Stepper:
                 updated = await update.add(groups, final=True, traceparent=traceparent)
                 await self._books.train([group.index for group in batch], update.step, self.lineage.number)
                 self.step += 1
+                self._admission.make_step(len(batch))
                 self._open = None
                 bound = self._admission.max_staleness
                 self._consumed.add(self.step, batch, n=self._spec.rollout.n, max_staleness=bound)
@@ -214,7 +215,7 @@ class Stepper:
         if self._save_due():
             await self.checkpoint()
         self.doing = "waiting for a batch"
-        self._after = asyncio.create_task(self._after_update(publication, metrics, len(groups), self._test_due()))
+        self._after = asyncio.create_task(self._after_update(publication, metrics, self._test_due()))
         self._after.add_done_callback(self._note_failure)
         if self._admission.max_staleness == 0:
             await self._after
@@ -266,7 +267,6 @@ class Stepper:
             "policy_version": str(self.lineage.version(self.step)),
             **self._consumed.fields(self._books.ledger),
             "cursor": self._cursor_state(),
-            "finished_groups": self._admission.finished_groups,
             "skipped": self._skipped,
             "schedule": [record.to_dict() for record in self._schedule],
             "metrics": {name: value for name, value in self._metrics.items() if math.isfinite(value)},
@@ -362,16 +362,14 @@ class Stepper:
         self.server_step = PolicyVersion.parse(publication.version).step
         return pause
 
-    async def _after_update(
-        self, publication: Publication, metrics: dict[str, float], groups: int, evaluate: bool
-    ) -> None:
+    async def _after_update(self, publication: Publication, metrics: dict[str, float], evaluate: bool) -> None:
         began = time.time()
         metrics["timing/sync"] = await self._push(publication)
         step = PolicyVersion.parse(publication.version).step
         early = evaluate and self._spec.pipeline.deterministic
         if early:  # its requests must not come between those of the next batch
             await self._evaluate(step)
-        self._admission.finish_step(groups)
+        self._admission.finish_step()
         if self.changed is not None:
             await self.changed()
         window, self._last_end = (self._last_end, now := time.time()), now

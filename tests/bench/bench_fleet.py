@@ -205,7 +205,8 @@ def cores(in_flight: int, rounds: int = 5) -> dict[str, Any]:
             assert not left_behind(step, left, batch_size=batch, max_staleness=eta)
             ledger.train((age.order for age in plan.take), step + 1, 0)
             ledger.check()
-            admission.finish_step(batch)
+            admission.make_step(batch)
+            admission.finish_step()
         values.append(1000 * (time.process_time() - began) / groups)
     return {"in_flight": in_flight, "ms_per_group": round(statistics.median(values), 4), "all": values}
 

@@ -127,7 +127,8 @@ async def test_the_ledger_balances_at_every_scrape_and_the_state_is_that_of_the_
         async for text in scrapes(run):
             texts.append(text)
 
-    async with FakeRun(tmp_path, prompts=12, token_s=0.004, **ON) as run:
+    steps = {"trainer": {"total_steps": 12}}
+    async with FakeRun(tmp_path, prompts=24, token_s=0.01, **ON, **steps) as run:
         assert await run.run(watch=watch, limit_s=120.0) == 0, run.error()
     running = [dict_of(text) for text in texts if "nightshift_ledger_groups{" in text]
     assert len(running) > 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,10 @@ def test_a_loop_of_ones_own(make: Callable[..., Trainer], tmp_path: Path) -> Non
     assert np.isfinite(losses[0].batch.rewards).all()
     with pytest.raises(RoleError, match="stepped or discarded before"):
         trainer.step(losses[0])
-    job = trainer.job
+    # The service follows a run by its events, so its view may come a moment later.
+    deadline = time.monotonic() + 30
+    while (job := trainer.job) is not None and job.step < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert job is not None
     assert (job.state, job.step) == ("running", 3)
     folder = trainer.save(tmp_path / "out")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nightshift.algorithms.staleness import GroupAge, PartPlan, headroom, is_usable, left_behind, plan_part, staleness
@@ -147,13 +147,15 @@ def test_as_many_are_taken_as_can_be_without_losing_another(
 
 @dataclass
 class _Run:
-    """A run whose groups finish, are filtered and get newer tokens in any order."""
+    """A run whose groups finish, are filtered and get newer tokens in any order; weights arrive late."""
 
     batch: int
     eta: int
     on_stale: str
     cap: int | None = None
     version: int = 0
+    pushed: int = 0  # version on the servers
+    made: list[int] = field(default_factory=list)  # batches of the updates in between
     issued: int = 0
     finished: int = 0
     trained: int = 0
@@ -171,11 +173,12 @@ class _Run:
             finished=self.finished,
             batch_size=self.batch,
             max_staleness=self.eta,
+            made=self.made,
             max_in_flight=self.cap,
         )
         if not room:
             return False
-        self.running[self.issued] = self.version
+        self.running[self.issued] = self.pushed
         self.issued += 1
         return True
 
@@ -185,7 +188,7 @@ class _Run:
         if not keep:
             self.filtered += 1
         else:  # a group that waited for its first token until after an update is younger than its start
-            self.ready[order] = self.version if newer else version
+            self.ready[order] = self.pushed if newer else version
 
     def take(self, most: int) -> int:
         """Takes a part of at most so many groups, and ends the update where that completes it."""
@@ -226,18 +229,34 @@ class _Run:
             self.dropped += 1
         self.used += self.taken
         self.trained += self.batch
-        self.finished += self.batch
+        self.made.append(self.batch)
         self.version += 1
         self.taken = []
+        if self.eta == 0 or self.version - self.pushed > 1:
+            self.push()
+
+    def push(self) -> None:
+        """The weights of the oldest update that the servers lack arrive."""
+        if self.made:
+            self.finished += self.made.pop(0)
+            self.pushed += 1
+
+    def grow(self) -> None:
+        """The batch size is raised between two updates."""
+        if not self.taken:
+            self.batch += 1
 
 
 @settings(max_examples=300)
+@example(1, 1, "wait", None, [("start", 0), ("finish", 0), ("take", 0), ("grow", 0)])  # raised before the push
 @given(
     st.integers(1, 4),
     st.integers(0, 3),
     st.sampled_from(["wait", "drop"]),
     st.sampled_from([None, 1, 2]),
-    st.lists(st.tuples(st.sampled_from(["start", "finish", "filter", "newer", "take"]), st.integers(0, 20))),
+    st.lists(
+        st.tuples(st.sampled_from(["start", "finish", "filter", "newer", "take", "push", "grow"]), st.integers(0, 20))
+    ),
 )
 def test_the_bound_holds_for_any_order_of_events_and_any_parts(
     batch: int, eta: int, on_stale: str, cap: int | None, events: list[tuple[str, int]]
@@ -247,18 +266,25 @@ def test_the_bound_holds_for_any_order_of_events_and_any_parts(
         if kind == "start":
             run.start()
         elif kind == "take":
-            run.take(1 + pick % batch)
+            run.take(1 + pick % run.batch)
+        elif kind == "push":
+            run.push()
+        elif kind == "grow":
+            run.grow()
         elif run.running:
             run.finish(pick, keep=kind != "filter", newer=kind == "newer")
-    # From here on everything that runs comes in, newest first: the run must not be stuck.
+    # From here on everything that runs comes in, newest first, and weights as late as may be: no run is stuck.
     before = run.version
-    while run.version < before + 3:
+    while run.version < before + eta + 3:
         while run.start():
             pass
-        if not run.take(batch):
-            assert run.running or run.start()
-            if run.running:
-                run.finish(len(run.running) - 1, keep=True, newer=False)
+        if run.take(run.batch):
+            continue
+        if run.running:
+            run.finish(len(run.running) - 1, keep=True, newer=False)
+        else:
+            run.push()
+            assert run.start()
     assert all(0 <= age <= eta for age in [*run.used, *run.taken])
     in_flight = len(run.running) + len(run.ready) + len(run.taken)
     assert run.issued == run.trained + run.dropped + run.filtered + in_flight

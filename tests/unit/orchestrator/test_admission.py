@@ -27,7 +27,8 @@ def test_groups_in_flight_never_exceed_the_bound(eta: int, batch: int, steps: in
             running, ready = running - 1, ready + 1
         elif action == "train" and ready >= batch and admission.finished_steps < steps:
             ready, trained = ready - batch, trained + batch
-            admission.finish_step(batch)
+            admission.make_step(batch)
+            admission.finish_step()
         assert running + ready <= (eta + 1) * batch
         assert running + ready + trained <= steps * batch
 
