@@ -22,6 +22,7 @@ from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.api.app import make_app
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.service import Service
+from orchestrator.runner.files import raise_limit
 
 TOKEN_FILE = "admin-token"
 _GRACE_S = 5
@@ -62,6 +63,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     data_dir: Path = arguments.data_dir.expanduser().resolve()
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    raise_limit()
     with _alone(data_dir):
         name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         settings = {"command": json.loads(arguments.command)} if arguments.command else {}

@@ -27,6 +27,7 @@ class ServiceConfig:
         command: of a job's process; ``{job}`` and ``{folder}`` stand for its file and folder.
         grpc: address for gRPC, for example ``127.0.0.1:8701``; port 0: any free one; empty: none.
         requests_per_s: of one token, in the long run; ``burst`` at once.
+        max_requests: most requests that are answered at one time, event streams included; further ones get 503.
     """
 
     data_dir: Path
@@ -47,6 +48,7 @@ class ServiceConfig:
     max_project_uploads: int = 4096 * MIB
     requests_per_s: float = 500.0
     burst: int = 2000
+    max_requests: int = 5000
     max_streams: int = 500
     tick_s: float = 0.5
     lease_s: float = 15.0

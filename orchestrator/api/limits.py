@@ -29,6 +29,7 @@ class Limits:
         self._app = app
         self._config = config
         self._rate = rate
+        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it."""
@@ -43,7 +44,11 @@ class Limits:
             status, detail, extra = refusal
             await respond(path, status, detail, headers=extra)(scope, receive, send)
             return
-        await self._app(scope, _Counted(receive, limit), _secured(send))
+        self._open += 1
+        try:
+            await self._app(scope, _Counted(receive, limit), _secured(send))
+        finally:
+            self._open -= 1
 
     def _refuse(
         self, scope: Scope, headers: Headers, path: str, limit: int
@@ -62,6 +67,8 @@ class Limits:
             if origin is not None and origin.partition("://")[2] != host:
                 return 403, "this service runs without tokens and answers no page of another origin", None
         if path not in _FREE:
+            if self._open >= self._config.max_requests:
+                return 503, f"{self._open} requests are being answered already", {"Retry-After": "5"}
             client = scope.get("client")
             caller = headers.get("authorization") or (client[0] if client else "")
             wait = self._rate.take(caller)

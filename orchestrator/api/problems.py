@@ -149,6 +149,9 @@ def answer(path: str, error: BaseException) -> JSONResponse:
             return _ours(path, error)
         case SQLAlchemyError():
             _log.warning("%s: database: %s", path, str(error).splitlines()[0])
+            if "disk is full" in str(error):  # SQLite's words
+                detail, more = "the service's disk is full: its database takes nothing in", {"Retry-After": "60"}
+                return respond(path, 503, detail, kind="disk-full", headers=more)
             detail = "the service's database is away; running jobs go on, and nothing is lost: try again"
             return respond(path, 503, detail, kind="database-away", headers={"Retry-After": "5"})
         case OSError():

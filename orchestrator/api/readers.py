@@ -48,6 +48,8 @@ def rollouts(folder: Path, query: RolloutQuery) -> tuple[int, list[dict[str, Any
     files = sorted(folder.glob("step_*.parquet"), reverse=True)
     if query.step is not None:
         files = [file for file in files if file.stem == f"step_{query.step:06d}"]
+    if query == RolloutQuery(step=query.step, offset=query.offset, limit=query.limit):
+        return _newest(files, query.offset, query.limit)
     for at, file in enumerate(files):
         table = _read(file, _KEYS)
         if table is None:
@@ -69,6 +71,24 @@ def rollouts(folder: Path, query: RolloutQuery) -> tuple[int, list[dict[str, Any
         row for file, place in zip(page["_file"].to_pylist(), page["_row"].to_pylist(), strict=True)
         for row in _row(files[file], place)
     ]  # fmt: skip
+
+
+def _newest(files: list[Path], offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
+    """The page of all samples in their usual order, for which only the files that it shows are read."""
+    total = 0
+    page: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            count = pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowException):  # gone: the run went back to an earlier step
+            continue
+        skip = max(0, offset - total)
+        if skip < count and len(page) < limit:
+            table = _read(file, (*_SHOWN, *_TIMES))
+            if table is not None:
+                page += table.sort_by("sample_id").slice(skip, limit - len(page)).to_pylist()
+        total += count
+    return total, page
 
 
 def _filter(table: pa.Table, query: RolloutQuery) -> pa.Table:

@@ -61,12 +61,11 @@ async def events(
     asked = -_ASK_S
     over = not follow
     while True:
-        lines = await asyncio.to_thread(read_from, path, offset)
-        for offset, line in lines:
-            kind = _kind(line)
-            if kind is not None and (not kinds or kind in kinds):
-                yield ServerSentEvent(line.decode(errors="replace"), event=kind, id=str(offset))
-        if lines:
+        behind, chosen = await asyncio.to_thread(_read_events, path, offset, kinds)
+        for place, kind, line in chosen:
+            yield ServerSentEvent(line, event=kind, id=str(place))
+        if behind != offset:
+            offset = behind
             continue
         if over:
             yield ServerSentEvent(json.dumps({"id": offset}), event="end", id=str(offset))
@@ -76,6 +75,20 @@ async def events(
             over = await asyncio.to_thread(ended)  # what was written before is read once more
             continue
         await asyncio.sleep(_POLL_S)
+
+
+def _read_events(path: Path, offset: int, kinds: frozenset[str]) -> tuple[int, list[tuple[int, str, str]]]:
+    """Place behind what was read, and the events in it that are wanted: (place behind, kind, line).
+
+    In a thread as a whole: a mebibyte of JSON takes long enough to hold up every other answer.
+    """
+    chosen = []
+    lines = read_from(path, offset)
+    for place, line in lines:
+        kind = _kind(line)
+        if kind is not None and (not kinds or kind in kinds):
+            chosen.append((place, kind, line.decode(errors="replace")))
+    return lines[-1][0] if lines else offset, chosen
 
 
 def _kind(line: bytes) -> str | None:

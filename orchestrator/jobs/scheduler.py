@@ -317,8 +317,11 @@ class Scheduler:
         return "\n".join(lines[at:]).removeprefix("error: ") if at is not None else ""
 
     def _end(self, record: JobRecord, token: int, what: Happening, code: int | None, error: str) -> None:
-        after = self._jobs.change(record.id, lambda status: observe(status, what), token=token, exit_code=code)
-        if after.state is JobState.FAILED and error:
+        # With the state, where it is foreseen: who waits for the end of a job reads the cause at once.
+        fails = error and observe(record.status, what).state is JobState.FAILED
+        why = {"error": error[:4000]} if fails else {}
+        after = self._jobs.change(record.id, lambda status: observe(status, what), token=token, exit_code=code, **why)
+        if after.state is JobState.FAILED and error and not after.error:
             after = self._jobs.change(record.id, lambda status: status, token=token, error=error[:4000])
         _log.info("job %s: %s", record.id, after.state)
         say(after)

@@ -15,6 +15,8 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 HEAD = "0002"
 #: Any number: the lock under which one process migrates a PostgreSQL database.
 _LOCK = 0x6E6967687473
+#: Connections that are kept, and more for a moment: together as many as the service has threads (40) and its own.
+_POOL, _OVERFLOW = 15, 30
 
 
 def connect(url: str) -> Engine:
@@ -28,7 +30,7 @@ def connect(url: str) -> Engine:
         OperationalError: the database does not answer.
     """
     try:
-        engine = create_engine(url, pool_pre_ping=True)
+        engine = create_engine(url, pool_pre_ping=True, pool_size=_POOL, max_overflow=_OVERFLOW)
     except Exception as error:  # SQLAlchemy: ArgumentError, NoSuchModuleError; drivers: ImportError
         raise BadInputError(
             f"NIGHTSHIFT_DATABASE_URL cannot be used: {str(error).splitlines()[0]}",
@@ -44,6 +46,10 @@ def connect(url: str) -> Engine:
 
 def migrate(engine: Engine) -> None:
     """Makes the tables, or takes those of an older release to this one's."""
+    # Looked at before any lock is taken: readers of a run's ledger and its writer must not wait for each other.
+    with engine.begin() as connection:
+        if "alembic_version" in inspect(connection).get_table_names() and _revision(connection) == HEAD:
+            return
     with engine.execution_options(write=True).begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Engine, Row, delete, func, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from nightshift.wire.errors import NightshiftError
@@ -198,7 +198,7 @@ class JobStore:
         before: int | None = None,
         limit: int = 50,
     ) -> list[JobRecord]:
-        """Jobs, the newest first.
+        """Jobs, the newest first, without their job files (``spec`` is empty).
 
         Args:
             project: only of this project.
@@ -207,7 +207,8 @@ class JobStore:
             before: only with a smaller number, for the next page.
             limit: most jobs.
         """
-        query = select(jobs).order_by(jobs.c.number.desc()).limit(limit)
+        columns = [literal("{}").label("spec") if column is jobs.c.spec else column for column in jobs.c]
+        query = select(*columns).order_by(jobs.c.number.desc()).limit(limit)
         if project is not None:
             query = query.where(jobs.c.project == project)
         if wanted := _names(states):
