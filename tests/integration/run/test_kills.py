@@ -14,7 +14,7 @@ from tests.chaos.victims import VICTIMS
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.integration.run.jobs import run
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 STEPS = 18
 DETERMINISTIC = {"max_staleness": 0, "deterministic": True}
