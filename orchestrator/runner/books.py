@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,30 @@ from orchestrator.store.state import RunState, StateStore
 T = TypeVar("T")
 #: Time between two transactions, in times of what the first one took, and at most.
 _REST, _LONGEST_REST_S = 3.0, 0.05
+
+
+async def patiently(work: Callable[[], Awaitable[T]], events: EventLog, away_s: float) -> T:
+    """Does something with the database, again and again while it is away.
+
+    Args:
+        away_s: how long it may be away.
+
+    Raises:
+        RoleTimeoutError: it was away for longer.
+    """
+    deadline, pause = time.monotonic() + away_s, 0.2
+    while True:
+        try:
+            return await work()
+        except OperationalError as error:
+            cause = str(error.orig)
+            if time.monotonic() + pause > deadline:
+                raise RoleTimeoutError(
+                    f"the database was away for {away_s:g} s: {cause}", role="orchestrator"
+                ) from error
+            events.append("warning", role="orchestrator", message=f"database away, waiting: {cause}")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 5.0)
 
 
 class Books:
@@ -111,17 +135,7 @@ class Books:
 
     async def _do(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + self._away_s, 0.2
-        while True:
-            try:
-                # Shielded: what was handed to the thread is written even where the caller is cancelled.
-                return await asyncio.shield(loop.run_in_executor(self._thread, work))
-            except OperationalError as error:
-                cause = str(error.orig)
-                if loop.time() + pause > deadline:
-                    raise RoleTimeoutError(
-                        f"the database was away for {self._away_s:g} s: {cause}", role="orchestrator"
-                    ) from error
-                self._events.append("warning", role="orchestrator", message=f"database away, waiting: {cause}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        # Shielded: what was handed to the thread is written even where the caller is cancelled.
+        return await patiently(
+            lambda: asyncio.shield(loop.run_in_executor(self._thread, work)), self._events, self._away_s
+        )

@@ -19,7 +19,7 @@ from nightshift.wire.events import EventLog
 from nightshift.wire.trace import TraceContext, new_span_id
 from orchestrator.api.otlp import TraceReceiver
 from orchestrator.runner.attempt import Attempt
-from orchestrator.runner.books import Books
+from orchestrator.runner.books import Books, patiently
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.inputs import Inputs, load_inputs
@@ -27,7 +27,7 @@ from orchestrator.runner.ledger import Ledger
 from orchestrator.runner.pipeline import Pipeline
 from orchestrator.runner.preference import PreferenceAttempt, PreferenceInputs
 from orchestrator.runner.services import TrainerAddress, wait_for_services
-from orchestrator.runner.start import find_start
+from orchestrator.runner.start import Start, find_start
 from orchestrator.runner.tracing import Tracing, run_tracer
 from orchestrator.runner.trainer import TrainerLostError
 from orchestrator.store.state import StateStore
@@ -137,13 +137,25 @@ class Job:
             await receiver.stop()
             exporter.close()
 
+    async def _open_database(self, checkpoints: Checkpoints, *, resume: bool) -> tuple[StateStore, Start]:
+        url = os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}"
+
+        def look() -> tuple[StateStore, Start]:
+            store = StateStore(url)
+            try:
+                return store, find_start(self.run_id, store, checkpoints, self.events, resume=resume)
+            except BaseException:
+                store.close()
+                raise
+
+        return await patiently(lambda: asyncio.to_thread(look), self.events, self.spec.pipeline.role_timeout_s)
+
     async def _once(
         self, inputs: Inputs | PreferenceInputs, tracer: Tracer, exporter: Exporter, losses: Losses, *, resume: bool
     ) -> bool:
         """An attempt from the newest checkpoint on; notes in ``losses`` where it lost its trainer."""
         spec, checkpoints = self.spec, Checkpoints(self.run_dir)
-        store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{self.run_dir / 'state.db'}")
-        start = find_start(self.run_id, store, checkpoints, self.events, resume=resume)
+        store, start = await self._open_database(checkpoints, resume=resume)
         books = Books(store, self.run_id, Ledger.of(start.records), self.events, spec.pipeline.role_timeout_s)
         tracing = Tracing(tracer, TraceContext(start.job_trace_id, new_span_id(), True))
         exporter.sampler.keep(start.job_trace_id)

@@ -21,6 +21,7 @@ from orchestrator.store.engine import HEAD, connect
 from orchestrator.store.jobs import JobStore, NewJob
 from orchestrator.store.schema import metadata
 from orchestrator.store.state import FencedError, StateStore
+from tests.fakes.run import FakeRun
 from tests.fakes.service import ROOT, job, serve
 from tests.fixtures.postgres import Postgres, postgres_bin
 
@@ -155,3 +156,30 @@ async def test_jobs_go_on_while_the_server_is_away(
         assert (ledger["trained"], ledger["balanced"]) == (60, True)
         await api.http.delete(f"/v1/jobs/{running['id']}")
         assert StateStore(postgres.url).balance(running["id"])["issued"] == 0
+
+
+async def test_a_run_that_starts_while_the_server_is_away_waits_for_it(
+    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIGHTSHIFT_DATABASE_URL", postgres.url)
+    pipeline = {"pipeline": {"role_timeout_s": 60.0}}
+    async with FakeRun(tmp_path, run_id="late-20260101-000000-abcd", **pipeline) as run:
+        await asyncio.to_thread(postgres.stop)
+        going = asyncio.create_task(run.run(limit_s=120))
+        await run.until(lambda: any("database away, waiting" in text for text in run.warnings()), "a warning", 60)
+        await asyncio.to_thread(postgres.start)
+        assert await going == 0, run.error()
+    assert StateStore(postgres.url).balance(run.run_dir.name)["trained"] == 12
+
+
+async def test_a_run_whose_server_stays_away_says_so(
+    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIGHTSHIFT_DATABASE_URL", postgres.url)
+    async with FakeRun(tmp_path, pipeline={"role_timeout_s": 0.5}) as run:
+        await asyncio.to_thread(postgres.stop)
+        try:
+            assert await run.run(limit_s=120) == 1
+        finally:
+            await asyncio.to_thread(postgres.start)
+    assert "the database was away for 0.5 s" in run.error()

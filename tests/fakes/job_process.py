@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +31,7 @@ from orchestrator.store.state import RunState, StateStore
 TRACE = "a" * 31
 
 
-def written(work: Callable[[], None]) -> None:
+def written(work: Callable[[], Any]) -> Any:
     """Waits for a database that is away, as a runner does."""
     while True:
         try:
@@ -46,14 +47,15 @@ def main() -> int:
     asked = []
     signal.signal(signal.SIGINT, lambda *_: asked.append(1))
     spec = read_resolved(folder / "job.yaml")
-    store = StateStore(os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{folder / 'state.db'}")
+    url = os.environ.get("NIGHTSHIFT_DATABASE_URL") or f"sqlite:///{folder / 'state.db'}"
+    store = written(lambda: StateStore(url))
     checkpoints = folder / "checkpoints" / "actor"
     done = sorted(int(path.name.rpartition("_")[2]) for path in checkpoints.glob("global_step_*"))
     step, steps = (done[-1] if done else 0), spec.trainer.total_steps or 3
     with hold(folder), EventLog(folder / "events.jsonl", folder.name) as events:
         with (folder / "starts.txt").open("a") as starts:
             starts.write(f"{os.getpid()} {step} {os.environ.get('NIGHTSHIFT_FENCE')} {os.environ.get('TRACEPARENT')}\n")
-        store.save_run(RunState(Lineage(folder.name), TRACE + "0", "running"))
+        written(lambda: store.save_run(RunState(Lineage(folder.name), TRACE + "0", "running")))
         events.append("job", state="running", steps=steps, step=step)
         while step < steps and not asked:
             time.sleep(spec.rollout.request_timeout_s)
