@@ -24,6 +24,8 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         BadInputError: "ipc" is asked for where no CUDA handle can reach the server.
     """
     rollout = spec.rollout
+    if spec.resources.agents.trainer is not None:
+        return "http"
     ipc = device == "cuda" and rollout.url is None and rollout.servers == 1
     if rollout.weight_transfer == "ipc" and not ipc:
         raise BadInputError(

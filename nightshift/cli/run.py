@@ -30,6 +30,7 @@ from nightshift.cli.view import RunView, role_sentence
 from nightshift.compat.loading import load_any
 from nightshift.config import JobSpec
 from nightshift.config.load import read_resolved, write_resolved
+from nightshift.config.site import with_site
 from nightshift.restarts import RestartPolicy
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import EventLog, read_events
@@ -102,7 +103,7 @@ def run_job(
         else:
             console.out(text, highlight=False)
 
-    spec = load_any(job, overrides, say)
+    spec = with_site(load_any(job, overrides, say))
     prepare.check_installation()
     prepare.check_weight_store(spec)
     check_ports(spec)

@@ -99,6 +99,9 @@ def local_files(spec: JobSpec) -> Iterator[tuple[str, str, Callable[[str], None]
     if ":" in spec.algorithm.estimator:
         path, _, name = spec.algorithm.estimator.rpartition(":")
         yield "algorithm.estimator", path, member(spec.algorithm, "estimator", f":{name}")
+    if ":" in spec.algorithm.policy_loss:
+        path, _, name = spec.algorithm.policy_loss.rpartition(":")
+        yield "algorithm.policy_loss", path, member(spec.algorithm, "policy_loss", f":{name}")
     if spec.data.curriculum is not None and ":" in spec.data.curriculum:
         path, _, name = spec.data.curriculum.rpartition(":")
         yield "data.curriculum", path, member(spec.data, "curriculum", f":{name}")

@@ -74,6 +74,7 @@ class JobSpec(Section):
                 "prompt: set rollout.n to 2 or more, or choose another algorithm.estimator"
             )
         self._check_roles()
+        self._check_hosts()
         if rollout.top_p != 1.0 or rollout.top_k != -1:
             raise ValueError(
                 "rollout.top_p and rollout.top_k cut the sampled distribution, which biases the ratio between trainer "
@@ -139,6 +140,26 @@ class JobSpec(Section):
             raise ValueError(
                 f"rollout.batch_size x rollout.n is {self.rollout.batch_size * self.rollout.n}, which "
                 f"{critic.ranks} scorers.critic.ranks do not divide"
+            )
+
+    def _check_hosts(self) -> None:
+        agents = self.resources.agents
+        if self.scorers.critic is not None and agents.trainer != agents.scorers:
+            raise ValueError(
+                "the critic takes its weights from a folder of its trainer's: resources.agents.trainer and "
+                "resources.agents.scorers must be the same with scorers.critic"
+            )
+        if agents.trainer is None or self.is_preference:
+            return
+        if self.rollout.url is None:
+            raise ValueError(
+                "resources.agents.trainer is another host, whose weights only servers that are named by rollout.url "
+                "can take: give rollout.url"
+            )
+        if self.rollout.weight_transfer not in ("auto", "http"):
+            raise ValueError(
+                f"rollout.weight_transfer is {self.rollout.weight_transfer}, which does not leave the trainer's host "
+                "(resources.agents.trainer): set it to http"
             )
 
     @property

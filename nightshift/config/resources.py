@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,22 @@ class PortsConfig(Section):
     """The runner's receiver of spans."""
     metrics: int | None = Field(default=None, ge=0, le=65535)
     """The runner's metrics for Prometheus; null: none are served."""
+
+
+AgentUrl = Annotated[str, Field(pattern=r"^https?://\S+$")]
+
+
+class AgentsConfig(Section):
+    """Agents on other hosts (``python -m services.agent.host``), each of which starts a role for the job there.
+
+    They ask for the token ``NIGHTSHIFT_AGENT_TOKEN``. Reward functions travel with the job; models must lie there under
+    the same path, or the agent's ``--set`` names another.
+    """
+
+    trainer: AgentUrl | None = None
+    """Starts the trainer, and serves its weights by HTTP; null: this machine does."""
+    scorers: AgentUrl | None = None
+    """Starts rewards, reference and teacher; with a critic it must be the trainer's. Null: this machine does."""
 
 
 class ResourcesConfig(Section):
@@ -56,4 +72,9 @@ class ResourcesConfig(Section):
     """Name or address under which rollout servers reach the server of published weights; it listens there alone where
     it is loopback, else on all interfaces. Token and weights travel in the clear: use a network of your own."""
 
+    otlp_host: str = "127.0.0.1"
+    """Name or address under which other hosts reach the runner's receiver of spans; it listens there alone where it is
+    loopback, else on all interfaces, and asks for no token."""
+
+    agents: AgentsConfig = AgentsConfig()
     ports: PortsConfig = PortsConfig()

@@ -8,6 +8,10 @@ import re
 ROUTE = "/nightshift/v1/generate"
 INFO = "/nightshift/v1/info"
 PREFETCH = "/nightshift/v1/prefetch"
+REQUESTS = "/nightshift/v1/requests"
+
+#: Headers of an answer of REQUESTS: which file its bytes are from, and how many bytes that file has.
+LOG_ID, LOG_SIZE = "x-nightshift-log", "x-nightshift-log-size"
 
 #: Versions of vLLM (major, minor) whose routes and signatures are recorded and tested.
 OLDEST, NEWEST = (0, 26), (0, 33)

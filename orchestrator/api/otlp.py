@@ -11,6 +11,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from nightshift.wire.errors import BadInputError
+from nightshift.wire.listen import LOOPBACK
 from nightshift.wire.telemetry import EXPORT_DELAY_S
 
 #: Called with each received span as a map, in the form of the ``span`` event.
@@ -35,8 +36,11 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._forwarding: set[asyncio.Task[None]] = set()
         self._received = False
 
-    async def start(self, port: int) -> int:
-        """Listens on loopback; 0 takes any free port. Returns the port.
+    async def start(self, port: int, host: str = "127.0.0.1") -> int:
+        """Listens; 0 takes any free port. Returns the port.
+
+        Args:
+            host: name or address under which senders reach it; on loopback alone where it is one of that.
 
         Raises:
             BadInputError: the port is taken.
@@ -44,7 +48,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._server = grpc.aio.server()
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         try:
-            bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+            bound = self._server.add_insecure_port(f"{'127.0.0.1' if host in LOOPBACK else '0.0.0.0'}:{port}")
         except RuntimeError:
             bound = 0
         if not bound:

@@ -44,6 +44,7 @@ from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
+from orchestrator.runner.trainer_files import files_of
 
 #: Sequences, and tokens of each, on which servers prove that they hold the published weights.
 _PROBES, _PROBE_TOKENS = 2, 48
@@ -116,6 +117,8 @@ class Attempt:
             update_timeout_s=spec.trainer.update_timeout_s,
             away_s=min(60.0, spec.pipeline.role_timeout_s),
             replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
+            token=address.token,
+            files=files_of(address, self.run_dir),
         )
         self._closing.append(trainer)
         rewards, models, critic_client = self._scorers(services)
@@ -233,6 +236,8 @@ class Attempt:
             update_timeout_s=self.spec.trainer.update_timeout_s,
             away_s=min(60.0, self.spec.pipeline.role_timeout_s),
             replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
+            token=address.token,
+            files=files_of(address, self.run_dir),
         )
         self._closing.append(trainer)
         critic = Critic(self.spec, trainer, scorer)
@@ -252,6 +257,7 @@ class Attempt:
                 role,
                 address.url,
                 address.application,
+                token=address.token,
                 run_id=self.run_id,
                 job_trace_id=self._start.job_trace_id,
                 timeout_s=scorers.timeout_s,

@@ -55,14 +55,15 @@ class Checkpoints:
         part.write_text(json.dumps(manifest))
         part.replace(part.with_suffix(".json"))
 
-    def rotate(self, keep: int | None) -> list[int]:
-        """Removes all but the newest ``keep`` checkpoints; None keeps all. Returns the removed steps."""
-        gone = rotated(self.committed(), keep)
-        for step in gone:
+    def rotate(self, keep: int | None) -> list[Path]:
+        """Removes all but the newest ``keep`` checkpoints; None keeps all. Returns the removed folders."""
+        gone: list[Path] = []
+        for step in rotated(self.committed(), keep):
             # A crash may have come between the commit and its copy.
             self.keep_manifest(step, self.manifest(step))
             for folder in (self.state_dir(step), self.export_dir(step), self.critic_dir(step)):
                 shutil.rmtree(folder, ignore_errors=True)
+                gone.append(folder)
         return gone
 
 

@@ -117,7 +117,7 @@ class Job:
         spec = self.spec
         exporter = Exporter(spec, self.run_dir, self.events)
         receiver = TraceReceiver(exporter.on_span, spec.tracking.otlp_endpoint)
-        await receiver.start(self._otlp_port)
+        await receiver.start(self._otlp_port, spec.resources.otlp_host)
         try:
             exporter.start()
             inputs = PreferenceInputs(spec) if spec.is_preference else load_inputs(spec)

@@ -25,6 +25,7 @@ from orchestrator.runner.start import Start
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
+from orchestrator.runner.trainer_files import files_of
 
 
 class PreferenceInputs:
@@ -106,6 +107,8 @@ class PreferenceAttempt:
             update_timeout_s=spec.trainer.update_timeout_s,
             away_s=min(60.0, spec.pipeline.role_timeout_s),
             replaced=lambda: (current := read_services(self._run_dir)) is not None and current.trainer != address,
+            token=address.token,
+            files=files_of(address, self._run_dir),
         )
         self._closing.append(trainer)
         if services.reference is None:
@@ -114,6 +117,7 @@ class PreferenceAttempt:
             "reference",
             services.reference.url,
             services.reference.application,
+            token=services.reference.token,
             run_id=self._run_dir.name,
             job_trace_id=start.job_trace_id,
             timeout_s=spec.scorers.timeout_s,
@@ -257,7 +261,7 @@ class PreferenceAttempt:
             await trainer.save(manifest, state_dir=state, export_dir=export, traceparent=traceparent)
         self._checkpoints.keep_manifest(self.step, manifest)
         self._committed = self.step
-        self._checkpoints.rotate(self._spec.checkpoint.keep)
+        await trainer.forget(self._checkpoints.rotate(self._spec.checkpoint.keep))
         self._events.append("checkpoint", step=self.step, path=export or state)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from nightshift.wire import codec
+from nightshift.wire import codec, listen
 from nightshift.wire.errors import RoleError, RoleTimeoutError, WireError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 
@@ -57,6 +57,7 @@ class ScorerClient:
         away_s: how long the scorer may be away before the call fails.
         batch_samples: most samples in one call; a single group may exceed it.
         batch_wait_s: how long a call waits for further groups.
+        token: that its calls must carry; "": none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ScorerClient:
         sample_s: float = 0.0,
         batch_samples: int = 32,
         batch_wait_s: float = 0.02,
+        token: str = "",
     ) -> None:
         self.role = role
         self.weights = b""  # msgpack of the update_info that a model whose weights change answers with
@@ -83,7 +85,7 @@ class ScorerClient:
         self._away_s = away_s
         self._batch_samples = batch_samples
         self._batch_wait_s = batch_wait_s
-        self._metadata = (("application", application),)
+        self._metadata = (("application", application), *listen.metadata(token))
         self._channel = grpc.aio.insecure_channel(url.removeprefix("grpc://"), options=_OPTIONS)
         self._stub = scorer_pb2_grpc.ScorerServiceStub(self._channel)
         self._waiting: list[_Call] = []

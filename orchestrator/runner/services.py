@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nightshift.wire.errors import RoleTimeoutError
 from orchestrator.runner.engine import EngineAddress
@@ -20,6 +21,16 @@ class ScorerAddress:
     name: str
     url: str
     application: str
+    token: str = ""  # that calls must carry; "": none
+
+
+@dataclass(frozen=True, slots=True)
+class FilesAddress:
+    """The run's folder on another host, as the agent there serves it."""
+
+    url: str
+    token: str
+    root: str  # the folder's path on that host
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,8 @@ class TrainerAddress:
     url: str
     incarnation: str
     critic_url: str = ""  # of the critic's trainer, which is started and lost together with it
+    token: str = ""  # that calls must carry; "": none
+    files: FilesAddress | None = None  # None: it writes into the run's folder itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +75,35 @@ def read_services(run_dir: Path) -> Services | None:
         )
         for item in raw["rollout"]
     ]
-    rewards = [ScorerAddress(item["name"], item["url"], item["application"]) for item in raw["rewards"]]
+    rewards = [
+        ScorerAddress(item["name"], item["url"], item["application"], item.get("token", "")) for item in raw["rewards"]
+    ]
     trainer = raw.get("trainer")
     reference, teacher, critic = (
-        ScorerAddress(role, found["url"], found["application"]) if (found := raw.get(role)) else None
+        ScorerAddress(role, found["url"], found["application"], found.get("token", ""))
+        if (found := raw.get(role))
+        else None
         for role in ("reference", "teacher", "critic")
     )
     return Services(
         rollout,
         rewards,
         reference,
-        TrainerAddress(trainer["url"], trainer.get("incarnation", ""), trainer.get("critic_url", ""))
-        if trainer
-        else None,
+        _trainer(trainer) if trainer else None,
         list(raw.get("metrics") or []),
         teacher,
         critic,
+    )
+
+
+def _trainer(entry: dict[str, Any]) -> TrainerAddress:
+    files = entry.get("files")
+    return TrainerAddress(
+        entry["url"],
+        entry.get("incarnation", ""),
+        entry.get("critic_url", ""),
+        entry.get("token", ""),
+        FilesAddress(files["url"], files["token"], files["root"]) if files else None,
     )
 
 

@@ -289,7 +289,7 @@ class Stepper:
         self._consumed.clear()
         self._schedule = []
         self._committed = self.step
-        self._checkpoints.rotate(self._spec.checkpoint.keep)
+        await self._trainer.forget(self._checkpoints.rotate(self._spec.checkpoint.keep))
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))
 
     def _begin_update(self) -> StepUpdate:

@@ -7,15 +7,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-from nightshift.wire import codec
+from nightshift.wire import codec, listen
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import LossSpec, Sample, pack_loss, pack_samples
 from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from orchestrator.runner.trainer_files import TrainerFiles
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 60.0
@@ -65,6 +67,8 @@ class TrainerClient:
     Args:
         away_s: how long it may be away before it counts as lost.
         replaced: whether the agent has given this trainer up.
+        token: that its calls must carry; "": none.
+        files: the folder of a trainer on another host; None: it writes into the run's folder itself.
     """
 
     def __init__(
@@ -76,7 +80,11 @@ class TrainerClient:
         update_timeout_s: float,
         away_s: float,
         replaced: Callable[[], bool],
+        token: str = "",
+        files: TrainerFiles | None = None,
     ) -> None:
+        self._metadata = listen.metadata(token)
+        self._files = files
         self._run_id = run_id
         self._job_trace_id = job_trace_id
         self._timeout_s = update_timeout_s
@@ -88,6 +96,8 @@ class TrainerClient:
     async def close(self) -> None:
         """Closes the connection."""
         await self._channel.close()
+        if self._files is not None:
+            await self._files.close()
 
     async def describe(self) -> trainer_pb2.DescribeTrainerResponse:
         """Model, ranks and the version of the weights."""
@@ -97,7 +107,9 @@ class TrainerClient:
 
     async def load(self, state_dir: str, version: str) -> dict[str, Any]:
         """Loads a resume state, or with an empty ``state_dir`` only names the weights; returns the manifest."""
-        request = trainer_pb2.LoadRequest(context=self._context(""), state_dir=state_dir, policy_version=version)
+        request = trainer_pb2.LoadRequest(
+            context=self._context(""), state_dir=self._there(state_dir), policy_version=version
+        )
         answer = await self._call("Load", request, self._timeout_s)
         return dict(json.loads(answer.manifest)) if answer.manifest else {}
 
@@ -178,21 +190,36 @@ class TrainerClient:
         )
 
     async def save(self, manifest: dict[str, Any], *, state_dir: str, export_dir: str, traceparent: str) -> float:
-        """Writes a checkpoint; returns the trainer's seconds."""
+        """Writes a checkpoint; returns the trainer's seconds.
+
+        Of a trainer on another host, export and manifest are fetched; the resume state stays there.
+        """
         request = trainer_pb2.SaveRequest(
             context=self._context(traceparent),
-            state_dir=state_dir,
-            export_dir=export_dir,
+            state_dir=self._there(state_dir),
+            export_dir=self._there(export_dir),
             manifest=json.dumps(manifest),
         )
-        return float((await self._call("Save", request, self._timeout_s)).seconds)
+        seconds = float((await self._call("Save", request, self._timeout_s)).seconds)
+        if self._files is not None:
+            await self._files.fetch(state_dir, export_dir)
+        return seconds
+
+    async def forget(self, folders: Sequence[Path]) -> None:
+        """Removes what a trainer on another host has kept of checkpoints that were rotated away here."""
+        if self._files is not None:
+            await self._files.remove(folders)
+
+    def _there(self, folder: str) -> str:
+        """A folder of the run as the trainer's host names it."""
+        return folder if self._files is None or not folder else self._files.there(Path(folder))
 
     async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         deadline = time.monotonic() + self._away_s
         pause = 0.5
         while True:
             try:
-                return await getattr(self._stub, name)(request, timeout=timeout_s)
+                return await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 code, cause = error.code(), _first_line(error.details())
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from nightshift.wire import logs
-from services.agent.supervisor import Supervisor
+from services.agent.supervisor import ROLES, Supervisor
 from services.rollout.keeper import die_with_parent
 
 
@@ -23,11 +23,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.agent")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--otlp", default="", help="http://host:port of the OTLP/gRPC receiver of the run")
+    parser.add_argument(
+        "--roles", default=",".join(ROLES), help="what to start, separated by commas; all that the job leaves here"
+    )
     arguments = parser.parse_args()
     logs.setup("agent", arguments.run_dir.resolve().name)
     # A killed parent ends the agent as SIGTERM does: in order, with nothing left.
     die_with_parent(signal.SIGTERM)
-    code = Supervisor(arguments.run_dir.resolve(), arguments.otlp or None).run()
+    code = Supervisor(
+        arguments.run_dir.resolve(), arguments.otlp or None, roles=frozenset(arguments.roles.split(","))
+    ).run()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

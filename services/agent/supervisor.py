@@ -27,13 +27,19 @@ from nightshift.wire.events import EventLog
 from nightshift.wire.restart_request import take_restart
 from services.agent import leftovers, machine
 from services.agent.background import Background
+from services.agent.elsewhere import external_server, scored_elsewhere
 from services.agent.parts import Cluster, Parts, WeightServer
+from services.agent.remote import RemoteAgent, remote_agents
+from services.agent.request_logs import RequestLogs
 from services.agent.rollout_servers import RolloutServers
 from services.agent.trainer_role import TrainerRole
 from services.agent.watch import RayWatch
 from services.rollout import keeper
 
 _log = logging.getLogger(__name__)
+
+#: What an agent can start.
+ROLES = ("rollout", "scorers", "trainer")
 
 _RUN_ID_VARIABLE = "NIGHTSHIFT_RUN_ID"
 _POLL_S = 0.5
@@ -42,6 +48,7 @@ _TRAINER_STOP_S = 20.0
 _SCORERS_STOP_S = 20.0
 _RAY_STOP_S = 15.0
 _ROLLOUT_STOP_S = 25.0
+_REMOTE_STOP_S = 20.0
 #: What a service gets beyond its own deadline before the agent gives up on it.
 _MARGIN_S = 90.0
 
@@ -53,13 +60,19 @@ class _Interrupted(BaseException):
 class Supervisor:
     """The agent of one run. :meth:`run` must be called from the main thread, and once."""
 
-    def __init__(self, run_dir: Path, otlp: str | None, parts: Parts | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, otlp: str | None, parts: Parts | None = None, roles: frozenset[str] = frozenset(ROLES)
+    ) -> None:
         """Prepares an agent for a run's folder, whose job.yaml is resolved.
 
         Args:
             otlp: ``http://host:port`` of the run's OTLP/gRPC receiver.
             parts: for tests: others than the real services.
+            roles: what it is to start; without those for which the job names another agent.
         """
+        self._roles = roles
+        self._remotes: list[RemoteAgent] = []
+        self._logs: RequestLogs | None = None
         self._run_dir = run_dir
         self._run_id = run_dir.name
         self._otlp = otlp
@@ -113,6 +126,14 @@ class Supervisor:
 
     def _start(self) -> None:
         spec = read_resolved(self._run_dir / "job.yaml")
+        here = self._roles - {role for role in ("trainer", "scorers") if getattr(spec.resources.agents, role)}
+        self._role = "agent"
+        self._remotes = remote_agents(
+            spec, self._run_dir, self._roles - here, self._otlp, events=self._events, wake=self._outcome_is_there
+        )
+        for remote in self._remotes:
+            remote.start()
+        self._role = "job"
         device = find_device(spec.resources.device)
         gpus = machine.allot_gpus(spec, device)
         cores = machine.allot_cores(spec.resources, device, machine.available_cores(), spec.rollout.servers)
@@ -123,14 +144,14 @@ class Supervisor:
         scorers_port = self._parts.port("scorers", ports.scorers)
         self._role = "trainer"
         transfer = weight_transfer(spec, device)
-        store = self._make_store(spec, transfer)
+        store = self._make_store(spec, transfer) if "trainer" in here else Path(spec.resources.weight_store)
 
         self._role = RolloutServers.NAME
-        if transfer == "http" and not spec.is_preference:
+        if transfer == "http" and not spec.is_preference and "trainer" in here:
             self._weights = self._parts.weight_server(store, spec.resources.weight_host, ports.weights)
             self._weights.start()
-        if spec.is_preference:
-            pass  # nothing is sampled
+        if spec.is_preference or "rollout" not in here:
+            pass  # nothing is sampled, or by servers that this agent has nothing to do with
         elif spec.rollout.url is None:
             shares = machine.split_cores(cores.rollout, spec.rollout.servers)
             chosen = gpus.servers(spec.rollout.servers) if gpus else [None] * spec.rollout.servers
@@ -160,24 +181,32 @@ class Supervisor:
             )
             self._rollout.begin(time.monotonic())
         else:
-            self._external_rollout = [_external_server(at, url) for at, url in enumerate(spec.rollout.urls)]
+            self._external_rollout = [external_server(at, url) for at, url in enumerate(spec.rollout.urls)]
+            self._logs = RequestLogs(self._external_rollout, self._run_dir / "logs", self._events)
+            self._logs.start()
 
         self._role = "agent"
-        self._cluster = self._parts.cluster(spec, self._run_dir, {}, gpus)
-        self._cluster.start()
-        self._install_handlers()  # Ray put its own in their place
+        if "trainer" in here or ("scorers" in here and scored_elsewhere(spec) is None):
+            self._cluster = self._parts.cluster(spec, self._run_dir, {}, gpus)
+            self._cluster.start()
+            self._install_handlers()  # Ray put its own in their place
 
-        self._trainer = TrainerRole(
-            lambda: self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id, gpus),
-            self.report,
-            self._outcome_is_there,
-            spec.trainer.start_timeout_s + _MARGIN_S,
-        )
-        self._trainer.begin()
-        self._start_scorers(spec, scorers_port)
+        if "trainer" in here:
+            self._trainer = TrainerRole(
+                lambda: self._parts.trainer(spec, trainer_port, store, self._otlp, self._run_id, gpus),
+                self.report,
+                self._outcome_is_there,
+                spec.trainer.start_timeout_s + _MARGIN_S,
+            )
+            self._trainer.begin()
+        if "scorers" in here:
+            self._start_scorers(spec, scorers_port)
 
         self._role = TrainerRole.NAME
-        self._trainer.wait_ready()
+        if self._trainer is not None:
+            self._trainer.wait_ready()
+        for remote in self._remotes:
+            remote.wait_ready(spec.trainer.start_timeout_s + spec.scorers.start_timeout_s + _MARGIN_S)
 
         self._role = RolloutServers.NAME
         while self._rollout is not None:
@@ -217,7 +246,7 @@ class Supervisor:
         began = time.monotonic()
         for role in roles:
             self.report(role, "starting")
-        self._deployed = self._parts.deploy(spec, port, self._otlp, self._run_id)
+        self._deployed = scored_elsewhere(spec) or self._parts.deploy(spec, port, self._otlp, self._run_id)
         for role in roles:
             self.report(role, "ready", seconds=time.monotonic() - began)
 
@@ -241,10 +270,8 @@ class Supervisor:
     def _watch_over(self) -> None:
         applications = self._applications()
         trainer = self._trainer
-        if trainer is None:
-            raise AssertionError("the watch begins after the start")
         self._watch = RayWatch(
-            trainer.ask,
+            trainer.ask if trainer is not None else lambda: None,
             lambda: self._parts.scorer_states(applications),
             applications,
             self.report,
@@ -259,7 +286,10 @@ class Supervisor:
                 raise RoleError(cause, role="agent", fix="See logs/ray in the run's folder")
             self._watch.check()
             self._role = TrainerRole.NAME
-            if trainer.tick(time.monotonic()):
+            if trainer is not None and trainer.tick(time.monotonic()):
+                self._write_addresses()
+            changed = [remote.changed() for remote in self._remotes]
+            if any(changed):
                 self._write_addresses()
             self._wake.wait(_POLL_S)
             self._wake.clear()
@@ -271,7 +301,9 @@ class Supervisor:
         source = {"root": str(self._store)}
         if self._weights:
             source = {"url": self._weights.url, "token": self._weights.token}
-        addresses = {
+        for remote in self._remotes:
+            source = remote.weights or source
+        addresses: dict[str, Any] = {
             "rollout": [
                 {**server, "init_info": source} if server["weight_backend"] == "safetensors" else server
                 for server in servers
@@ -282,7 +314,11 @@ class Supervisor:
             "critic": deployed.get("critic"),
             "trainer": self._trainer.entry() if self._trainer else None,
             "metrics": self._cluster.metrics if self._cluster else [],
+            # For an agent that starts the trainer for another host.
+            "weights": source if self._weights else None,
         }
+        for remote in self._remotes:
+            addresses |= remote.addresses
         descriptor, name = tempfile.mkstemp(prefix=".services-", dir=self._run_dir)  # mode 600
         with os.fdopen(descriptor, "w") as file:
             json.dump(addresses, file, indent=1)
@@ -308,7 +344,7 @@ class Supervisor:
         if self._trainer and self._trainer.error:
             self._role = TrainerRole.NAME
             return self._trainer.error
-        return None
+        return next((remote.error for remote in self._remotes if remote.error), None)
 
     def _end(self, before: set[leftovers.FileId]) -> None:
         """Ends all roles, those that depend on others first, each with a deadline; then removes what they left."""
@@ -317,6 +353,11 @@ class Supervisor:
         if self._watch:
             self._watch.stop()
         (self._run_dir / "services.json").unlink(missing_ok=True)
+        remotes = [Background(f"the agent {remote.url}", remote.stop) for remote in self._remotes]
+        for ending in remotes:
+            ending.start()
+        if self._logs:
+            self._logs.stop()
         rollout = None
         if self._rollout:
             rollout = Background("the vLLM servers", self._rollout.stop)
@@ -335,6 +376,8 @@ class Supervisor:
             self._finish(step, seconds)
         if rollout:
             self._finish(rollout, _ROLLOUT_STOP_S)
+        for ending in remotes:
+            self._finish(ending, _REMOTE_STOP_S)
         if not keeper.end_descendants(grace=2.0):
             self._events.append("warning", role="agent", message="processes of the run could not be ended")
         if self._weights:
@@ -385,15 +428,3 @@ class Supervisor:
             yield
         finally:
             self._starting = False
-
-
-def _external_server(at: int, url: str) -> dict[str, Any]:
-    """A server that somebody else runs, as ``services.json`` lists it."""
-    return {
-        "name": f"rollout-{at}",
-        "url": url,
-        "token": os.environ.get("NIGHTSHIFT_ROLLOUT_TOKEN", ""),
-        "incarnation": "external",
-        "weight_backend": "safetensors",
-        "pid": 0,
-    }

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
+from nightshift.wire.rollout import INFO, PREFETCH, REQUESTS, ROUTE
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -42,6 +42,7 @@ TOKEN_ROUTES = {
     ROUTE: _POST,
     INFO: _GET,
     PREFETCH: _POST,
+    REQUESTS: _GET,
     "/inference/v1/generate": _POST,
     "/inference/v1/abort_requests": _POST,
     "/abort_requests": _POST,

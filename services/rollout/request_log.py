@@ -6,11 +6,13 @@ request is the client's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,25 @@ LOG_VARIABLE = "NIGHTSHIFT_REQUEST_LOG"
 NAME_VARIABLE = "NIGHTSHIFT_SERVER_NAME"
 
 
+#: Most bytes of the log in one answer.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a log.
+
+    Attributes:
+        file: which file it is from: another one where the log was begun anew.
+        size: bytes of that file.
+        data: from the byte that was asked for.
+    """
+
+    file: str
+    size: int
+    data: bytes
+
+
 class RequestLogger:
     """The log of one start of a server.
 
@@ -42,6 +63,7 @@ class RequestLogger:
         self, path: Path | None, server: str = "", incarnation: str = "", clock: Callable[[], float] = time.time
     ) -> None:
         self._server, self._incarnation, self._clock = server, incarnation, clock
+        self._path = path
         self._file: int | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +93,22 @@ class RequestLogger:
     def taken(self, version: str) -> None:
         """Notes weights that the server computes with from here on."""
         self._write(Taken(version))
+
+    def read(self, start: int | None) -> Piece:
+        """Whole lines of the log from byte ``start`` on, as far as one answer goes; None: none, only where it ends."""
+        if self._path is None:
+            return Piece("", 0, b"")
+        with self._path.open("rb") as file:
+            # It is only ever appended to: its first line, which holds the time, says which file it is.
+            name = hashlib.blake2b(file.readline(), digest_size=8).hexdigest()
+            size = file.seek(0, os.SEEK_END)
+            if start is None or start > size:
+                return Piece(name, size, b"")
+            file.seek(start)
+            data = file.read(_PIECE)
+            if not data.endswith(b"\n"):
+                data = data[: data.rfind(b"\n") + 1]
+            return Piece(name, size, data)
 
     def response(self, request_id: str, prompt_ids: Sequence[int]) -> ResponseLog:
         """The lines of one response."""

@@ -3,6 +3,7 @@
     POST /nightshift/v1/generate    a msgpack map in, frames of :mod:`nightshift.wire.frames` out
     GET  /nightshift/v1/info        what this server is and can do, JSON
     POST /nightshift/v1/prefetch    fetches a weight file while decoding goes on, JSON
+    GET  /nightshift/v1/requests    the request log from byte ``from`` on; from its end without one
 
 vLLM's own ``/inference/v1/generate`` makes two Python objects and 140 bytes of JSON of each token; this route reads the
 same numbers from the engine client as lists and sends them as arrays. ``flush_tokens`` of a request says after how many
@@ -17,16 +18,17 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qs
 
 from nightshift.wire.errors import WireError
 from nightshift.wire.frames import CONTENT_TYPE
-from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
+from nightshift.wire.rollout import INFO, LOG_ID, LOG_SIZE, PREFETCH, REQUESTS, ROUTE
 from services.rollout import pull
 from services.rollout.asgi import ClientGoneError, StatusWatch, answer_json, headers_of, read_body, replay
 from services.rollout.compat import EngineClient
 from services.rollout.guard import AUTHENTICATED, App, Receive, Scope, Send
 from services.rollout.request import parse_request
-from services.rollout.request_log import AnswerWatch, RequestLogger
+from services.rollout.request_log import LOG_VARIABLE, AnswerWatch, RequestLogger
 from services.rollout.streams import Stream, Streams
 from services.rollout.weights import WeightFileError
 
@@ -50,6 +52,7 @@ class Route:
             ("POST", ROUTE): self._generate,
             ("GET", INFO): self._info,
             ("POST", PREFETCH): self._prefetch,
+            ("GET", REQUESTS): self._requests,
             ("POST", GENERATE): self._watch,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
@@ -103,6 +106,22 @@ class Route:
             await answer_json(send, 422, {"error": {"code": 422, "message": str(error)}})
             return
         await answer_json(send, 200, {"path": file.name})
+
+    async def _requests(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+        """A piece of the request log, for a run whose folder this server does not share."""
+        if not self._log.active:
+            await answer_json(send, 404, {"error": {"code": 404, "message": f"{LOG_VARIABLE} names no request log"}})
+            return
+        wanted = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("from", [""])[0]
+        piece = self._log.read(int(wanted) if wanted.isdigit() else None)
+        headers = [
+            (b"content-type", b"application/x-ndjson"),
+            (b"content-length", str(len(piece.data)).encode()),
+            (LOG_ID.encode(), piece.file.encode()),
+            (LOG_SIZE.encode(), str(piece.size).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": piece.data})
 
     async def _generate(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)

@@ -1,4 +1,4 @@
-"""Deploys the scorers of a job on Ray Serve, behind one gRPC port on loopback."""
+"""Deploys the scorers of a job on Ray Serve, behind one gRPC port."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ray.serve.schema import ApplicationStatus
 from nightshift.config import JobSpec
 from nightshift.config.rewards import PythonReward, RemoteReward
 from nightshift.config.scorers import REMOTE
+from nightshift.wire import listen
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import ingress, reward_pool
@@ -57,7 +58,7 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
 
     Args:
         spec: the resolved job; model paths are local folders.
-        port: port of the gRPC ingress on 127.0.0.1.
+        port: port of the gRPC ingress.
         otlp: OTLP/gRPC endpoint for the spans, or None.
         run_id: the run that the scorers belong to.
 
@@ -70,7 +71,7 @@ def deploy(spec: JobSpec, port: int, otlp: str | None, run_id: str) -> dict[str,
         RoleTimeoutError: a scorer had not started within ``scorers.start_timeout_s``.
         RoleError: the port is taken, or a scorer failed at its start.
     """
-    url = f"grpc://{ingress.LOOPBACK}:{port}"
+    url = f"grpc://{listen.reached_as()}:{port}"
     applications: list[_Application] = []
     rewards: list[dict[str, Any]] = []
     for reward in spec.rewards:
@@ -258,7 +259,7 @@ def _start_serve(port: int) -> None:
         )
     except Exception as error:
         raise RoleError(f"Serve did not start: {_last_line(str(error))}", role="scorers") from error
-    if ingress.listens_beyond_loopback(port):
+    if listen.listen_on() == ingress.LOOPBACK and ingress.listens_beyond_loopback(port):
         undeploy()
         message = f"Serve listens on port {port} beyond loopback, where anyone may call the scorers"
         raise RoleError(message, role="scorers", fix="Use the locked release of Ray")
@@ -300,7 +301,8 @@ def _answers(stub: Any, application: _Application) -> str | None:
     """Why the application does not answer over gRPC yet; None where it does."""
     request = scorer_pb2.DescribeRequest(context=common_pb2.Context())
     try:
-        stub.Describe(request, timeout=5.0, metadata=(("application", application.name),))
+        metadata = (("application", application.name), *listen.metadata(os.environ.get(listen.TOKEN_VARIABLE, "")))
+        stub.Describe(request, timeout=5.0, metadata=metadata)
     except grpc.RpcError as error:
         return f"its port answers {error.code().name} ({error.details()})"
     return None

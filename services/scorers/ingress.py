@@ -1,4 +1,4 @@
-"""Keeps Serve on loopback.
+"""Keeps Serve on loopback, or opens its proxy alone for an agent that works for another host.
 
 Serve's gRPC options have a port and no host: the proxy's server listens on every interface, and so does a server that
 each replica starts for calls from other deployments (pickled ones). Code of ours runs before either starts: in the
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nightshift.wire import listen
 
 LOOPBACK = "127.0.0.1"
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -32,10 +34,10 @@ _LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000F
 
 
 def bind_to_loopback() -> list[Any]:
-    """Serve's HTTP proxy callback; returns no middleware."""
+    """Serve's HTTP proxy callback; returns no middleware. Where others are to reach it, it opens the proxy."""
     from ray.serve._private import default_impl
 
-    default_impl.add_grpc_address = _on_loopback(default_impl.add_grpc_address)
+    default_impl.add_grpc_address = _at(listen.listen_on(), default_impl.add_grpc_address)
     return []
 
 
@@ -43,11 +45,11 @@ def bind_replica_to_loopback() -> None:
     """Called in a replica's constructor; its server for other deployments starts when that has returned."""
     from ray.serve._private import replica
 
-    replica.add_port_to_grpc_server = _on_loopback(replica.add_port_to_grpc_server)
+    replica.add_port_to_grpc_server = _at(LOOPBACK, replica.add_port_to_grpc_server)
 
 
-def _on_loopback(add_address: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda server, address: add_address(server, f"{LOOPBACK}:{address.rpartition(':')[2]}")
+def _at(host: str, add_address: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda server, address: add_address(server, f"{host}:{address.rpartition(':')[2]}")
 
 
 def listens_beyond_loopback(port: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from opentelemetry import trace
 
-from nightshift.wire import codec, telemetry
+from nightshift.wire import codec, listen, telemetry
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import RoleError, WireError
 from nightshift.wire.trace import TraceContext
@@ -48,6 +48,8 @@ class Replica:
     async def Score(self, request: Any, grpc_context: Any) -> Any:
         """ScorerService.Score; INVALID_ARGUMENT for a malformed request, INTERNAL for everything else."""
         began = time.perf_counter()
+        if self._refused(grpc_context):
+            return scorer_pb2.ScoreResponse()
         attributes = {
             telemetry.RUN_ID: request.context.run_id,
             "nightshift.policy_version": request.context.policy_version,
@@ -76,8 +78,10 @@ class Replica:
             results=packed, seconds=time.perf_counter() - began, peak_memory_bytes=self._peak_memory()
         )
 
-    async def Describe(self, request: Any) -> Any:
+    async def Describe(self, request: Any, grpc_context: Any) -> Any:
         """ScorerService.Describe."""
+        if self._refused(grpc_context):
+            return scorer_pb2.DescribeResponse()
         return scorer_pb2.DescribeResponse(role=self._role, incarnation=self._incarnation, **self._describe())
 
     async def _score(self, samples: list[Any], weights: Any) -> Sequence[Any]:
@@ -92,6 +96,14 @@ class Replica:
 
     def _peak_memory(self) -> int:
         return peak_memory_bytes()
+
+    def _refused(self, grpc_context: Any) -> bool:
+        """Whether a call lacks the run's token, where the scorer works for another host; the call is answered then."""
+        if listen.allowed(grpc_context.invocation_metadata()):
+            return False
+        grpc_context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+        grpc_context.set_details(f"[{self._role}] the call lacks the run's token")
+        return True
 
     def _fail(self, span: trace.Span, grpc_context: Any, code: grpc.StatusCode, message: str) -> Any:
         sentence = f"[{self._role}] {' '.join(message.split())}"[:1000]

@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor: starts the ranks, watches them, and serves gRPC on loopback."""
+"""The coordinator as a Ray actor: starts the ranks, watches them, and serves gRPC."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nightshift.wire import telemetry
+from nightshift.wire import listen, telemetry
 from nightshift.wire.diagnose import explain
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.v1 import trainer_pb2_grpc
 from services.trainer.config import RankConfig
 from services.trainer.coordinator import Coordinator, RankFailedError
 from services.trainer.rank_actor import RankActor, environment
-from services.trainer.servicer import OPTIONS, TrainerServicer
+from services.trainer.servicer import OPTIONS, TokenCheck, TrainerServicer
 
 _log = logging.getLogger(__name__)
 _RESTART = "Start the trainer again and load the newest checkpoint"
@@ -216,12 +216,13 @@ class CoordinatorActor:
 
     async def _start(self) -> dict[str, Any]:
         settings = self._settings
-        server = grpc.aio.server(options=OPTIONS)
+        server = grpc.aio.server(options=OPTIONS, interceptors=[TokenCheck()])
+        host = listen.listen_on()
         try:
-            port = server.add_insecure_port(f"127.0.0.1:{settings['port']}")
+            port = server.add_insecure_port(f"{host}:{settings['port']}")
         except RuntimeError as error:
             raise RoleError(
-                f"port {settings['port']} on 127.0.0.1 is taken",
+                f"port {settings['port']} on {host} is taken",
                 role="trainer",
                 fix="Set resources.ports.trainer to a free port, or to 0",
             ) from error

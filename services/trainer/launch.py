@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from nightshift.config import JobSpec
 from nightshift.gpu import Placement, find_device
+from nightshift.wire import listen
 from nightshift.wire.errors import BadInputError, RoleError, RoleTimeoutError
 from services.trainer.config import RankConfig
 from services.trainer.coordinator_actor import CoordinatorActor
@@ -29,7 +30,7 @@ class TrainerHandle:
     of one belong to a step of the other.
 
     Attributes:
-        url: ``grpc://127.0.0.1:PORT`` of its TrainerService.
+        url: ``grpc://host:port`` of its TrainerService.
         pids: process ids of the ranks, in rank order, those of the critic last.
         critic_url: the same of the critic's trainer; empty without one.
     """
@@ -74,7 +75,7 @@ def start(
 
     Args:
         spec: the resolved job; ``model.path`` is a local folder.
-        port: of the gRPC server on 127.0.0.1; 0: any free one.
+        port: of the gRPC server; 0: any free one.
         store: folder of published weights.
         otlp: OTLP/gRPC endpoint for spans, or None.
         run_id: the run that the trainer belongs to.
@@ -103,6 +104,8 @@ def start(
     remote: Any = ray.remote(CoordinatorActor)
     paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}
+    for name in (listen.HOST_VARIABLE, listen.TOKEN_VARIABLE):  # the nodes of a cluster do not share our environment
+        variables |= {name: os.environ[name]} if name in os.environ else {}
     options = remote.options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": variables})
     actors = [options.remote(config, own) for config, own in parts]
     timeout_s = spec.trainer.start_timeout_s + _MARGIN_S
@@ -120,7 +123,7 @@ def start(
         if isinstance(error, RayError):
             raise RoleError(f"the coordinator failed at its start: {error}", role="trainer") from error
         raise
-    urls = [f"grpc://127.0.0.1:{outcome['port']}" for outcome in outcomes]
+    urls = [f"grpc://{listen.reached_as()}:{outcome['port']}" for outcome in outcomes]
     pids = [pid for outcome in outcomes for pid in outcome["pids"]]
     return TrainerHandle(actors, urls[0], pids, urls[1] if len(urls) > 1 else "")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from nightshift.wire import codec
+from nightshift.wire import codec, listen
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import (
     BadInputError,
@@ -48,6 +48,22 @@ def status_code(error: Exception) -> grpc.StatusCode:
         if isinstance(error, kind):
             return code
     return grpc.StatusCode.INTERNAL
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the run's token, where the trainer works for another host."""
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Passes a call on, or answers it with UNAUTHENTICATED."""
+        if listen.allowed(handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "[trainer] the call lacks the run's token")
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from nightshift.wire.errors import BadInputError, RoleError
 from services.agent.parts import Parts
-from services.agent.supervisor import Supervisor
+from services.agent.supervisor import ROLES, Supervisor
 from services.rollout.keeper import die_with_parent
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -172,4 +172,5 @@ class FakeParts(Parts):
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
     die_with_parent(signal.SIGTERM)
-    sys.exit(Supervisor(run_dir, None, FakeParts(run_dir, sys.argv[2])).run())
+    roles = frozenset(sys.argv[3].split(",")) if len(sys.argv) > 3 else frozenset(ROLES)
+    sys.exit(Supervisor(run_dir, None, FakeParts(run_dir, sys.argv[2]), roles).run())

@@ -20,7 +20,7 @@ SECONDS = 20.0
 
 
 class Agent:
-    def __init__(self, folder, scenario, **sections):
+    def __init__(self, folder, scenario, roles="", **sections):
         self.run_dir = folder / "run-1"
         self.run_dir.mkdir()
         self.store = folder / "shm" / "nightshift-run-1"
@@ -38,7 +38,7 @@ class Agent:
         if scenario != "no job":
             (self.run_dir / "job.yaml").write_text(yaml.safe_dump(job))
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(self.run_dir), scenario],
+            [sys.executable, str(SCRIPT), str(self.run_dir), scenario, *filter(None, [roles])],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
@@ -80,8 +80,8 @@ class Agent:
 def agent(tmp_path):
     started = []
 
-    def start(scenario="", **sections):
-        started.append(Agent(tmp_path, scenario, **sections))
+    def start(scenario="", roles="", **sections):
+        started.append(Agent(tmp_path, scenario, roles, **sections))
         return started[-1]
 
     yield start
@@ -279,3 +279,45 @@ def test_a_job_on_preference_pairs_starts_no_server(agent):
     assert run.wait() == 0
     assert run.events("rollout") == []
     assert (run.run_dir / "order").read_text().split("\n")[0] == "ray started"
+
+
+def order_of(run):
+    path = run.run_dir / "order"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_an_agent_of_scorers_alone_starts_nothing_else(agent):
+    run = agent(roles="scorers")
+    run.until_event("agent", "ready")
+    services = run.services
+    assert services["trainer"] is None
+    assert services["rollout"] == []
+    assert [reward["name"] for reward in services["rewards"]] == ["f"]
+    assert not run.store.exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert " ".join(order_of(run)) == "ray started scorers stopped ray stopped"
+
+
+def test_a_job_whose_scorers_are_elsewhere_needs_no_ray_for_them(agent):
+    rewards = [{"type": "grpc", "name": "mine", "url": "grpc://scorer:9000"}]
+    reference = {"reference": {"model": "grpc://scorer:9000"}}
+    run = agent(roles="scorers", rewards=rewards, scorers=reference, algorithm={"kl_coef": 0.1})
+    run.until_event("agent", "ready")
+    services = run.services
+    assert services["rewards"] == [{"name": "mine", "url": "grpc://scorer:9000", "application": "reward-mine"}]
+    assert services["reference"] == {"url": "grpc://scorer:9000", "application": "reference"}
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert order_of(run) == []
+
+
+def test_a_job_whose_agent_has_no_token_is_refused_before_anything_starts(agent, monkeypatch):
+    monkeypatch.delenv("NIGHTSHIFT_AGENT_TOKEN", raising=False)
+    agents = {"trainer": "http://trainer:1", "scorers": "http://trainer:1"}
+    run = agent(rollout={"url": "http://a:1"}, resources={"agents": agents})
+    assert run.wait() == 2
+    role, detail, _ = run.failure()
+    assert role == "agent"
+    assert "NIGHTSHIFT_AGENT_TOKEN" in detail
+    assert order_of(run) == []
