@@ -21,7 +21,11 @@ VALUES = tuple(sorted(path.name for path in CHART.glob("values*.yaml")))
 VERSIONS = ("1.28", "1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
 HOW = "see docs/deployment.md, Test the deployment"
 #: Kinds that helm's own schemas do not know -> where their schemas are from.
-RAY = {"RayCluster": "ray.io_rayclusters.yaml", "RayService": "ray.io_rayservices.yaml"}
+CRDS = {
+    "RayCluster": "ray.io_rayclusters.yaml",
+    "RayService": "ray.io_rayservices.yaml",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io_leaderworkersets.yaml",
+}
 MODELS = {
     "ServiceMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "PodMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
@@ -59,7 +63,7 @@ def pods(objects: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
         if one["kind"] == "Pod":
             yield name, one["spec"]
         for path, value in _walk(one.get("spec", {})):
-            if path and path[-1] == "template" and isinstance(value, dict) and "spec" in value:
+            if path and path[-1].lower().endswith("template") and isinstance(value, dict) and "spec" in value:
                 yield f"{name}/{'/'.join(path[:-1])}", value["spec"]
 
 
@@ -77,8 +81,8 @@ def check(document: dict[str, Any], version: str) -> None:
         AssertionError: says what is wrong, or that nothing knows the kind.
     """
     kind = document["kind"]
-    if kind in RAY:
-        problems = [f"{'/'.join(map(str, e.path))}: {e.message}" for e in _ray_schema(kind).iter_errors(document)]
+    if kind in CRDS:
+        problems = [f"{'/'.join(map(str, e.path))}: {e.message}" for e in _crd_schema(kind).iter_errors(document)]
     elif kind in MODELS:
         problems = _model_problems(document)
     else:
@@ -97,10 +101,10 @@ def _kubernetes_problems(document: dict[str, Any], version: str) -> list[str]:
 
 
 @cache
-def _ray_schema(kind: str) -> jsonschema.Draft7Validator:
+def _crd_schema(kind: str) -> jsonschema.Draft7Validator:
     folder = os.environ.get("NIGHTSHIFT_CRDS")
-    assert folder, f"NIGHTSHIFT_CRDS names no folder with KubeRay's CRDs: {HOW}"
-    with (Path(folder) / RAY[kind]).open() as file:
+    assert folder, f"NIGHTSHIFT_CRDS names no folder with the CRDs of KubeRay and LeaderWorkerSet: {HOW}"
+    with (Path(folder) / CRDS[kind]).open() as file:
         crd = yaml.load(file, Loader=yaml.CSafeLoader)
     (version,) = (one for one in crd["spec"]["versions"] if one["name"] == "v1")
     return jsonschema.Draft7Validator(_strict(version["schema"]["openAPIV3Schema"], top=True))

@@ -7,11 +7,14 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from ray.serve.schema import DeploymentSchema
 
 from nightshift.config import JobSpec
+from nightshift.config.site import with_site
 from services.rollout.command import server_command
 from tests.deploy.charts import CHART, VALUES, VERSIONS, check, helm, of_kind, pods, rendered
 
@@ -33,7 +36,8 @@ def test_every_object_is_valid(values: str, version: str) -> None:
 
 
 def test_the_schemas_find_planted_faults() -> None:
-    objects = {one["kind"]: one for one in json.loads(json.dumps(rendered("values-prod.yaml")))}
+    both = [*rendered("values-kuberay.yaml"), *rendered("values-prod.yaml")]
+    objects = {one["kind"]: one for one in json.loads(json.dumps(both))}
 
     def refused(kind: str, path: list[Any], value: Any) -> None:
         document = json.loads(json.dumps(objects[kind]))
@@ -50,6 +54,7 @@ def test_the_schemas_find_planted_faults() -> None:
     refused("RayCluster", ["spec", "workerGroupSpecs", 0, "replicas"], "1")
     refused("RayCluster", ["spec", "workerGroupSpecs", 0, "maxReplicaz"], 1)
     refused("RayService", ["spec", "rayClusterConfig", "headGroupSpec", "templat"], {})
+    refused("LeaderWorkerSet", ["spec", "leaderWorkerTemplate", "sizes"], 2)
     refused("ServiceMonitor", ["spec", "endpoints", 0, "port"], 5)
     refused("ScaledObject", ["spec", "maxReplicaCount"], "8")
     refused("PrometheusRule", ["spec", "groups"], "none")
@@ -101,6 +106,10 @@ def test_a_container_that_serves_has_probes_and_drains(name: str, spec: dict[str
         assert container["lifecycle"]["preStop"]
         ports = {port["name"] for port in container["ports"]}
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            if "--headless" in container.get("args", []):
+                # It listens nowhere: its leader is asked.
+                assert "LWS_LEADER_ADDRESS" in container[kind]["exec"]["command"][-1]
+                continue
             port = container[kind]["httpGet"]["port"]
             assert port in ports or isinstance(port, int)
     assert spec["terminationGracePeriodSeconds"] >= 60
@@ -132,19 +141,36 @@ def test_every_serving_pod_is_behind_a_network_policy(values: str) -> None:
     guarded = {one["spec"]["podSelector"]["matchLabels"].get("app.kubernetes.io/component") for one in policies}
     components = {
         one["metadata"]["labels"]["app.kubernetes.io/component"]
-        for kind in ("Deployment", "StatefulSet", "RayCluster", "RayService")
+        for kind in ("Deployment", "StatefulSet", "LeaderWorkerSet", "RayCluster", "RayService")
         for one in of_kind(objects, kind)
     }
     assert components <= guarded
 
 
-def test_only_the_orchestrator_the_trainer_and_prometheus_reach_a_rollout_server() -> None:
+def server_of(objects: Any) -> dict[str, Any]:
+    """The StatefulSet of the rollout servers."""
+    (found,) = [one for one in of_kind(objects, "StatefulSet") if one["metadata"]["name"].endswith("-rollout")]
+    return found
+
+
+def test_only_the_orchestrator_and_prometheus_reach_a_rollout_server() -> None:
     policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered("values-prod.yaml"), "NetworkPolicy")}
     sources = [source for rule in policies["release-nightshift-rollout"]["ingress"] for source in rule["from"]]
     labels = [json.dumps(source, sort_keys=True) for source in sources]
-    assert len(labels) == 3
+    assert len(labels) == 2
+    assert any('"orchestrator"' in text for text in labels)
+    assert any('"monitoring"' in text for text in labels)
+
+
+def test_trainer_and_other_nodes_reach_a_server_of_several_nodes() -> None:
+    objects = rendered("values-kuberay.yaml")
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
+    sources = [source for rule in policies["release-nightshift-rollout"]["ingress"] for source in rule["from"]]
+    labels = [json.dumps(source, sort_keys=True) for source in sources]
+    assert len(labels) == 4
     assert any('"orchestrator"' in text for text in labels)
     assert any('"trainer"' in text for text in labels)
+    assert any('"rollout-worker"' in text for text in labels)
     assert any('"monitoring"' in text for text in labels)
 
 
@@ -159,12 +185,16 @@ def test_selectors_find_their_pods(values: str) -> None:
         for kind in ("Deployment", "StatefulSet")
         for one in of_kind(objects, kind)
     ]
+    groups = [one["spec"]["leaderWorkerTemplate"] for one in of_kind(objects, "LeaderWorkerSet")]
+    labels += [group["leaderTemplate"]["metadata"]["labels"] for group in groups]
+    workers = [group["workerTemplate"]["metadata"]["labels"] for group in groups]
     for one in of_kind(objects, "Deployment") + of_kind(objects, "StatefulSet"):
         wanted = one["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= one["spec"]["template"]["metadata"]["labels"].items()
         assert not any("version" in key or "chart" in key for key in wanted), "an upgrade could not change them"
     for service in of_kind(objects, "Service"):
         assert any(service["spec"]["selector"].items() <= found.items() for found in labels)
+        assert not any(service["spec"]["selector"].items() <= found.items() for found in workers), "they answer nothing"
     services = [(one["metadata"]["labels"], one["spec"]["ports"]) for one in of_kind(objects, "Service")]
     for monitor in of_kind(objects, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
@@ -194,7 +224,7 @@ def test_a_rollout_pod_has_the_flags_of_the_launcher(tmp_path: Path) -> None:
         vllm_version=(0, 32),
     )
     launcher = {argument for argument in command.argv if argument.startswith("--")}
-    (server,) = of_kind(rendered("values-prod.yaml"), "StatefulSet")
+    server = server_of(rendered("values-prod.yaml"))
     container = server["spec"]["template"]["spec"]["containers"][0]
     chart = {argument.partition("=")[0] for argument in container["args"]}
     #: Of one machine, of a job, or decided by the version at hand.
@@ -235,6 +265,8 @@ def test_rules_and_dashboards_are_those_of_the_repository() -> None:
         ("orchestrator.mode=both", "value must be one of"),
         ("images.full.tag=latest", "'not' failed"),
         ("rollout.enabled=true", "/rollout/token/existingSecret"),
+        ("agent.enabled=true", "/agent/token/existingSecret"),
+        ("agent.enabled=true,agent.token.existingSecret=x,orchestrator.atOnce=2", "/orchestrator/atOnce"),
         ("ingress.enabled=true", "/ingress/tlsSecret"),
         ("orchestrator.shm=lots", "does not match pattern"),
     ],
@@ -271,7 +303,7 @@ def test_state_survives_and_replicas_are_left_to_the_autoscaler() -> None:
     objects = rendered("values-prod.yaml")
     (claim,) = of_kind(objects, "PersistentVolumeClaim")
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-    (server,) = of_kind(objects, "StatefulSet")
+    server = server_of(objects)
     assert "replicas" not in server["spec"], "an upgrade would undo what the autoscaler chose"
     (scaled,) = of_kind(objects, "ScaledObject")
     assert scaled["spec"]["scaleTargetRef"]["name"] == server["metadata"]["name"]
@@ -279,12 +311,13 @@ def test_state_survives_and_replicas_are_left_to_the_autoscaler() -> None:
     assert orchestrator["spec"]["strategy"] == {"type": "Recreate"}
 
 
-@pytest.mark.parametrize("values", ["values-fleet.yaml", "values-prod.yaml"])
-def test_rollout_pods_fetch_weights_from_the_orchestrators_service_and_may(values: str) -> None:
+@pytest.mark.parametrize(("values", "place"), [("values-fleet.yaml", "orchestrator"), ("values-prod.yaml", "agent")])
+def test_rollout_pods_fetch_weights_where_the_trainer_is_and_may(values: str, place: str) -> None:
     objects = rendered(values)
-    (server,) = of_kind(objects, "StatefulSet")
+    server = server_of(objects)
     variables = {v["name"]: v.get("value") for v in server["spec"]["template"]["spec"]["containers"][0]["env"]}
     host, _, port = variables["NIGHTSHIFT_WEIGHT_URL"].removeprefix("http://").partition(":")
+    assert host == f"release-nightshift-{place}"
     (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == host]
     (weights,) = [one for one in service["spec"]["ports"] if one["port"] == int(port)]
     policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
@@ -294,3 +327,46 @@ def test_rollout_pods_fetch_weights_from_the_orchestrators_service_and_may(value
     (rule,) = rules
     labels = rule["from"][0]["podSelector"]["matchLabels"]
     assert labels.items() <= server["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_a_remote_orchestrator_knows_where_its_jobs_roles_are() -> None:
+    objects = rendered("values-prod.yaml")
+    (orchestrator,) = of_kind(objects, "Deployment")
+    variables = {v["name"]: v for v in orchestrator["spec"]["template"]["spec"]["containers"][0]["env"]}
+    job = JobSpec.model_validate(
+        {
+            "name": "x",
+            "model": {"path": "/models/policy"},
+            "data": {"train_files": ["x"]},
+            "rewards": [{"function": "x.py:f"}],
+        }
+    )
+    spec = with_site(job, {name: variable["value"] for name, variable in variables.items() if "value" in variable})
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "Service")}
+    for url in (spec.resources.agents.trainer, spec.resources.agents.scorers):
+        host, _, port = str(url).removeprefix("http://").partition(":")
+        assert int(port) in [one["port"] for one in services[host]["ports"]]
+    server = server_of(objects)["metadata"]["name"]
+    assert [urlsplit(url).hostname for url in spec.rollout.urls] == [f"{server}-{at}.{server}" for at in range(4)]
+    (agent,) = [one for one in of_kind(objects, "StatefulSet") if one["metadata"]["name"].endswith("-agent")]
+    container = agent["spec"]["template"]["spec"]["containers"][0]
+    told = variables["NIGHTSHIFT_AGENT_TOKEN"]["valueFrom"]
+    assert told in [variable.get("valueFrom") for variable in container["env"]], "both have the same token"
+    assert f"--host={agent['metadata']['name']}" in container["args"], "its Service leads to it under the name it gives"
+
+
+def test_scorers_are_scaled_by_serve_alone() -> None:
+    """KEDA on the pods of a RayService would work against Serve and Ray, which choose replicas and nodes themselves."""
+    objects = rendered("values-kuberay.yaml")
+    (service,) = of_kind(objects, "RayService")
+    applications = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    for application in applications:
+        (deployment,) = application["deployments"]
+        assert DeploymentSchema.model_validate(deployment).autoscaling_config["max_replicas"] == 4
+        assert deployment["name"] == application["import_path"].rpartition(":")[2]
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    (workers,) = cluster["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 6)
+    targets = [one["spec"]["scaleTargetRef"]["kind"] for one in of_kind(objects, "ScaledObject")]
+    assert not targets or set(targets) <= {"StatefulSet", "LeaderWorkerSet"}

@@ -179,3 +179,21 @@ spec:
           - {key: {{ .job.key }}, path: job.yaml}
     {{- end }}
 {{- end }}
+
+{{/* Where rollout servers fetch weights from: the pod in which trainers run. */}}
+{{- define "nightshift.weightUrl" -}}
+{{- if .Values.agent.enabled -}}
+http://{{ include "nightshift.name" . }}-agent:{{ add .Values.agent.port 3 }}
+{{- else -}}
+http://{{ include "nightshift.name" . }}-orchestrator:{{ .Values.orchestrator.weightsPort }}
+{{- end -}}
+{{- end }}
+
+{{/* Addresses of the rollout servers that are always there, separated by spaces. */}}
+{{- define "nightshift.rolloutUrls" -}}
+{{- $r := .Values.rollout -}}
+{{- $name := printf "%s-rollout" (include "nightshift.name" .) -}}
+{{- range $at := until (int (ternary $r.autoscaling.minReplicas $r.replicas $r.autoscaling.enabled)) -}}
+{{- if $at }} {{ end }}http://{{ $name }}-{{ $at }}.{{ $name }}:{{ $r.port }}
+{{- end -}}
+{{- end }}
