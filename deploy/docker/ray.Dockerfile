@@ -64,4 +64,4 @@ EXPOSE 8700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8700/healthz', timeout=4)"]
 ENTRYPOINT ["python", "-m", "nightshift.cli.main"]
-CMD ["up", "--host", "0.0.0.0", "--port", "8700", "--data-dir", "/data"]
+CMD ["up", "--host", "0.0.0.0", "--port", "8700", "--data-dir", "/data", "--drain-seconds", "300"]

@@ -33,6 +33,9 @@ def up(
         list[Path] | None, typer.Option(help="A folder of this machine whose files jobs may name; repeat it.")
     ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Serve without tokens; on loopback only.")] = False,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="When told to end, give jobs so long for a checkpoint; 0: they go on.")
+    ] = 0,
     json: _Json = False,
 ) -> int:
     """Serve jobs over REST until stopped; jobs outlive the service, and it finds them again."""
@@ -47,6 +50,7 @@ def up(
         allow=allow_path or [],
         no_token=no_token,
         as_json=json,
+        drain_s=drain_seconds,
     )
 
 

@@ -1,4 +1,8 @@
-"""``nightshift up``: the job service, until it is stopped. Jobs outlive it, and it finds them again."""
+"""``nightshift up``: the job service, until it is stopped. Jobs outlive it, and it finds them again.
+
+Where they cannot, as in a container that ends with it, it drains: they leave a checkpoint first, and the next service
+goes on with them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ def serve(
     allow: Sequence[Path],
     no_token: bool,
     as_json: bool,
+    drain_s: float = 0.0,
 ) -> int:
     """Becomes the service's process; returns only where it cannot be started.
 
@@ -31,6 +36,7 @@ def serve(
         arguments += ["--allow-path", str(path)]
     arguments += ["--grpc-port", str(grpc_port)] if grpc_port is not None else []
     arguments += ["--no-token"] if no_token else []
+    arguments += ["--drain-seconds", str(drain_s)] if drain_s else []
     arguments += ["--json"] if as_json else []
     command = prepare.module("orchestrator.api", *arguments)
     # In place of this process: whoever ends or kills the command ends the service.

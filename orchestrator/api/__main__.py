@@ -10,9 +10,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
@@ -38,6 +40,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--allow-path", type=Path, action="append", default=[])
     parser.add_argument("--no-token", action="store_true")
+    parser.add_argument("--drain-seconds", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--command", default="", help=argparse.SUPPRESS)  # JSON; for tests
     arguments = parser.parse_args()
@@ -89,6 +92,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 server_header=False,
             ),
             lambda: _announce(url, service.grpc_port, data_dir, arguments),
+            (lambda: service.scheduler.drain(arguments.drain_seconds)) if arguments.drain_seconds > 0 else None,
         )
         asyncio.run(server.serve([listening]))
         left = service.scheduler.driven
@@ -98,9 +102,27 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: object) -> None:
+    """Says that it listens; and before it ends on a signal, lets jobs end, while it still answers."""
+
+    def __init__(self, config: uvicorn.Config, ready: object, drain: Callable[[], object] | None) -> None:
         super().__init__(config)
         self._ready = ready
+        self._drain = drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal drains, a second one ends at once."""
+        drain, self._drain = self._drain, None
+        if drain is None:
+            super().handle_exit(sig, frame)
+            return
+
+        def work() -> None:
+            try:
+                drain()
+            finally:
+                uvicorn.Server.handle_exit(self, sig, None)
+
+        threading.Thread(target=work, name="drain", daemon=True).start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says that it listens, once it does."""

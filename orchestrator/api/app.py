@@ -100,7 +100,9 @@ def _add_health(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/readyz", response_model=Health, responses=errors(), tags=["health"])
     def readyz(service: ServiceDep) -> Health:
-        """Whether the service can take jobs: its database answers."""
+        """Whether the service can take jobs: its database answers, and it is not about to end."""
+        if service.scheduler.draining:
+            raise ProblemError(503, "the service is about to end: jobs leave a checkpoint", kind="draining")
         try:
             with service.engine.connect() as connection:
                 connection.execute(text("SELECT 1"))

@@ -96,6 +96,7 @@ class Scheduler:
         self._driven: dict[str, _Driven] = {}
         self._wake = threading.Event()
         self._stop = False
+        self._draining = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._away_since: float | None = None
 
@@ -116,6 +117,24 @@ class Scheduler:
     def wake(self) -> None:
         """Looks at once instead of at the next tick."""
         self._wake.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether it starts no more jobs, since it is to end."""
+        return self._draining
+
+    def drain(self, timeout_s: float) -> list[str]:
+        """Has all jobs leave a checkpoint and end, and waits for them; the next orchestrator goes on with them.
+
+        Returns:
+            Jobs whose process still runs after ``timeout_s``.
+        """
+        self._draining = True
+        self._wake.set()
+        deadline = self._clock() + timeout_s
+        while self._driven and self._clock() < deadline:
+            time.sleep(0.05)
+        return self.driven
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ends the thread; jobs go on, and their leases are given back."""
@@ -147,6 +166,8 @@ class Scheduler:
         """One look at everything."""
         for driven in list(self._driven.values()):
             self._follow(driven)
+        if self._draining:
+            return
         self._take_over()
         self._start_waiting()
 
@@ -178,7 +199,7 @@ class Scheduler:
         running = [record.project for record in self._jobs.active()]
         quotas = {project.name: project.max_running for project in self._access.projects()}
         for job_id in choose(waiting, running, at_once=self._config.at_once, quotas=quotas):
-            if self._stop:
+            if self._stop or self._draining:
                 return
             token = self._jobs.acquire(job_id, self._config.owner, self._config.lease_s, replaces=self._config.replaces)
             if token is not None:
@@ -293,7 +314,8 @@ class Scheduler:
         return self._jobs.get(job_id)
 
     def _ask_to_end(self, driven: _Driven, record: JobRecord) -> None:
-        if record.state is not JobState.CANCELLING and record.status.wish is not Wish.PAUSE:
+        asked = record.state is JobState.CANCELLING or record.status.wish is Wish.PAUSE
+        if not asked and not self._draining:
             return
         now = self._clock()
         if driven.told == 0 or (driven.told == 1 and now - driven.told_at > self._config.interrupt_s):
