@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from nightshift import __version__
-from nightshift.cli import service
+from nightshift.cli import completion, service
 from nightshift.cli.output import EXIT_FAILED, command
 
 app = typer.Typer(
@@ -18,13 +18,20 @@ app = typer.Typer(
     help="Reinforcement-learning post-training for language models: rollouts by vLLM, rewards by Ray Serve, updates by "
     "DeepSpeed, all at once.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Values in place of the file's.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its id or the beginning of it.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value…]", help="Values in place of the file's.", autocompletion=completion.overrides),
+]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's folder, or its id or the beginning of it.", autocompletion=completion.runs
+    ),
+]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.", envvar="NIGHTSHIFT_RUNS_DIR")]
 Url = Annotated[
     str | None, typer.Option("--url", help="A job service; RUN is one of its jobs then.", envvar="NIGHTSHIFT_URL")

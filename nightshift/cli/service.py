@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
+from nightshift.cli import completion
 from nightshift.cli.output import command
 
 _JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-_Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Values in place of the file's.")]
-_Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or the beginning of it.")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value…]", help="Values in place of the file's.", autocompletion=completion.overrides),
+]
+_Job = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job's id, or the beginning of it.", autocompletion=completion.jobs)
+]
 _Url = Annotated[
     str | None,
     typer.Option("--url", help="The service; left out: this machine's own.", envvar="NIGHTSHIFT_URL"),
@@ -70,7 +76,10 @@ def submit(
 
 
 def list_jobs(
-    state: Annotated[list[str] | None, typer.Option(help="Only in this state; repeat it for several.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only in this state; repeat it for several.", autocompletion=completion.states),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Only with this name.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Most jobs shown; 0: all.")] = 20,
     url: _Url = None,
@@ -119,7 +128,10 @@ def delete(job: _Job, url: _Url = None, json: _Json = False) -> int:
 
 def set_settings(
     job: _Job,
-    pairs: Annotated[list[str] | None, typer.Argument(metavar="[key=value…]", help="Left out: show them.")] = None,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value…]", help="Left out: show them.", autocompletion=completion.settings),
+    ] = None,
     url: _Url = None,
     json: _Json = False,
 ) -> int:
@@ -131,7 +143,10 @@ def set_settings(
 
 def token(
     name: Annotated[str, typer.Argument(help="Whose it is: stands in the audit log.")],
-    scope: Annotated[list[str], typer.Option(help="read, submit, code or admin; repeat it for several.")],
+    scope: Annotated[
+        list[str],
+        typer.Option(help="read, submit, code or admin; repeat it for several.", autocompletion=completion.scopes),
+    ],
     project: Annotated[str | None, typer.Option(help="Left out: all projects.")] = None,
     days: Annotated[float | None, typer.Option(min=0.001, help="Left out: it does not expire.")] = None,
     url: _Url = None,

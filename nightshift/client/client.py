@@ -42,6 +42,7 @@ class Client:
         url: of the service; None: ``NIGHTSHIFT_URL``, else this machine's own.
         token: None: ``NIGHTSHIFT_TOKEN``, else, for a service on loopback, the one that it left for this user.
         timeout_s: deadline of one answer.
+        tries: attempts of one request to a service that is away or busy.
         transport: in place of the network, for tests.
     """
 
@@ -51,9 +52,11 @@ class Client:
         token: str | None = None,
         *,
         timeout_s: float = 60.0,
+        tries: int = _TRIES,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = (url or os.environ.get("NIGHTSHIFT_URL") or DEFAULT_URL).rstrip("/")
+        self._tries = tries
         token = token or os.environ.get("NIGHTSHIFT_TOKEN") or self._local_token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, transport=transport)
@@ -305,7 +308,7 @@ class Client:
     def _ask(self, method: str, path: str, **values: Any) -> httpx.Response:
         safe = method in ("GET", "PUT", "DELETE") or "Idempotency-Key" in (values.get("headers") or {})
         pause = _PAUSE_S
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, self._tries + 1):
             wait = pause
             try:
                 answer = self._http.request(method, path, **values)
@@ -323,7 +326,7 @@ class Client:
                 )
                 if not safe and not isinstance(cause, httpx.ConnectError):
                     raise error from cause
-            if attempt == _TRIES:
+            if attempt == self._tries:
                 raise error
             time.sleep(min(wait, _MOST_PAUSE_S))
             pause = min(2 * pause, _MOST_PAUSE_S)
@@ -359,7 +362,7 @@ class Client:
                         yield event
             except httpx.TransportError as error:
                 failures += 1
-                if failures > _TRIES:
+                if failures > self._tries:
                     raise ServiceError(f"the event stream of {job_id} broke off: {error}") from error
                 time.sleep(min(_PAUSE_S * 2**failures, _MOST_PAUSE_S))
 

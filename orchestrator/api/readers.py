@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,7 +80,8 @@ def _newest(files: list[Path], offset: int, limit: int) -> tuple[int, list[dict[
     page: list[dict[str, Any]] = []
     for file in files:
         try:
-            count = pq.read_metadata(file).num_rows
+            stat = file.stat()
+            count = _rows_in(file, stat.st_mtime_ns, stat.st_size)
         except (OSError, pa.ArrowException):  # gone: the run went back to an earlier step
             continue
         skip = max(0, offset - total)
@@ -89,6 +91,12 @@ def _newest(files: list[Path], offset: int, limit: int) -> tuple[int, list[dict[
                 page += table.sort_by("sample_id").slice(skip, limit - len(page)).to_pylist()
         total += count
     return total, page
+
+
+@lru_cache(maxsize=1 << 16)
+def _rows_in(file: Path, _changed_ns: int, _size: int) -> int:
+    """Rows of a file, which is not written any more once it has its name; the rest tells it from a later one."""
+    return int(pq.read_metadata(file).num_rows)
 
 
 def _filter(table: pa.Table, query: RolloutQuery) -> pa.Table:
@@ -112,8 +120,9 @@ def _row(file: Path, place: int) -> list[dict[str, Any]]:
 
 def _read(file: Path, columns: tuple[str, ...]) -> pa.Table | None:
     try:
-        present = set(pq.read_schema(file).names)
-        return pq.read_table(file, columns=[name for name in columns if name in present])
+        with pq.ParquetFile(file) as opened:
+            present = set(opened.schema_arrow.names)
+            return opened.read(columns=[name for name in columns if name in present], use_threads=False)
     except (OSError, pa.ArrowException):  # gone: the run went back to an earlier step
         return None
 

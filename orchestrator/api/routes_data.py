@@ -34,7 +34,6 @@ from orchestrator.api.models import (
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.routes_jobs import JobId
 from orchestrator.api.service import Caller, Reader, Service, ServiceDep, visible
-from orchestrator.store.state import StateStore
 
 router = APIRouter(prefix="/v1", tags=["results"])
 Step = Annotated[int, InPath(ge=0, le=2**31)]
@@ -129,11 +128,8 @@ def ledger(service: ServiceDep, caller: Reader, job_id: JobId) -> Ledger:
     terms = dict.fromkeys(names, 0)
     url = service.scheduler.ledger_url(record)
     if service.config.database_url or (Path(record.run_dir) / "state.db").exists():
-        store = StateStore(url)
-        try:
-            terms |= {name: count for name, count in store.balance(record.id).items() if name in terms}
-        finally:
-            store.close()
+        balance = service.ledgers.store(url).balance(record.id)
+        terms |= {name: count for name, count in balance.items() if name in terms}
     ends = sum(count for name, count in terms.items() if name != "issued")
     return Ledger(**terms, balanced=terms["issued"] == ends)
 

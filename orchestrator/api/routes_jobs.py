@@ -27,7 +27,6 @@ from orchestrator.jobs.states import Call, JobState, ask
 from orchestrator.jobs.submission import body_hash, check_code, prepare, validate
 from orchestrator.store.access import Scope
 from orchestrator.store.jobs import JobRecord, NewJob
-from orchestrator.store.state import StateStore
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 JobId = Annotated[str, InPath(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -189,12 +188,10 @@ def get_job(service: ServiceDep, caller: Reader, job_id: JobId) -> JobDetail:
 def delete_job(service: ServiceDep, caller: Submitter, job_id: JobId) -> None:
     """Removes a job that has ended, with everything that it wrote."""
     record = service.jobs.change(job_id, lambda status: ask(status, Call.DELETE), project=caller.project)
-    if service.config.database_url:  # else its ledger lies in its folder
-        store = StateStore(service.config.database_url)
-        try:
-            store.forget(record.id)
-        finally:
-            store.close()
+    if service.config.database_url:
+        service.ledgers.store(service.config.database_url).forget(record.id)
+    else:  # its ledger lies in its folder
+        service.ledgers.forget(service.scheduler.ledger_url(record))
     service.jobs.delete(job_id, caller.project)
     shutil.rmtree(record.run_dir, ignore_errors=True)
     service.access.note(caller.name, "job.delete", record.id, record.project)
@@ -245,22 +242,34 @@ async def make_plan(service: Service, caller: Caller, document: dict[str, Any]) 
         _, run_dir, _ = await run_in_threadpool(
             prepare, spec, runs, service.uploads, caller.project_for(None), service.policy, service.clock()
         )
-        # In a process of its own: a hostile chat template may never come to its end.
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "nightshift.cli.main", "plan", str(run_dir / JOB), "--json"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(_PLAN_S):
-                out, err = await child.communicate()
-        except TimeoutError as error:
-            raise ProblemError(422, f"the plan was not ready after {_PLAN_S:.0f} s", kind="plan-too-slow") from error
-        finally:
-            if child.returncode is None:
-                child.kill()
-                await child.wait()
+        return await _plan_of(run_dir / JOB, folder)
+
+
+@router.get("/jobs/{job_id}/plan", response_model=dict[str, Any], responses=errors(404))
+async def plan_of_job(service: ServiceDep, caller: Reader, job_id: JobId) -> dict[str, Any]:
+    """What a job was estimated to need, as the plan of its job file says it."""
+    record = await run_in_threadpool(visible, service, caller, job_id)
+    return await _plan_of(Path(record.run_dir) / JOB, record.run_dir)
+
+
+async def _plan_of(job: Path, folder: str) -> dict[str, Any]:
+    """The plan of a job file whose files are beside it; ``folder`` is not named in what is wrong with it."""
+    # In a process of its own: a hostile chat template may never come to its end.
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "nightshift.cli.main", "plan", str(job), "--json"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_PLAN_S):
+            out, err = await child.communicate()
+    except TimeoutError as error:
+        raise ProblemError(422, f"the plan was not ready after {_PLAN_S:.0f} s", kind="plan-too-slow") from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
     if child.returncode:
         text = err.decode(errors="replace").strip().replace(folder, "").removeprefix("error: ")
         raise DocumentError(text or f"the plan ended with code {child.returncode}")

@@ -14,6 +14,7 @@ _TYPES = {
     "app.js": "text/javascript",
     "api.js": "text/javascript",
     "draw.js": "text/javascript",
+    "figures.js": "text/javascript",
     "style.css": "text/css",
 }
 _FRESH = {"Cache-Control": "no-cache"}
@@ -26,6 +27,6 @@ def page() -> FileResponse:
 
 
 @router.get("/page/{name}")
-def part(name: Literal["app.js", "api.js", "draw.js", "style.css"]) -> FileResponse:
+def part(name: Literal["app.js", "api.js", "draw.js", "figures.js", "style.css"]) -> FileResponse:
     """Its scripts and its style."""
     return FileResponse(_FOLDER / name, media_type=_TYPES[name], headers=_FRESH)

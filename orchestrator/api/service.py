@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import Engine
 
 from orchestrator.api.config import ServiceConfig
+from orchestrator.api.ledgers import Ledgers
 from orchestrator.api.problems import ProblemError
 from orchestrator.jobs.scheduler import Scheduler, SchedulerConfig
 from orchestrator.jobs.submission import Policy
@@ -56,6 +57,7 @@ class Service:
                 ledger_url=config.database_url,
             ),
         )
+        self.ledgers = Ledgers()
         self.streams = 0
         self.grpc_port = 0
         self.settings_lock = threading.Lock()
@@ -72,6 +74,7 @@ class Service:
     def close(self) -> None:
         """Ends the scheduler; jobs go on."""
         self.scheduler.stop()
+        self.ledgers.close()
         self.engine.dispose()
 
 
@@ -154,14 +157,19 @@ def check_scope(caller: Caller, scope: Scope) -> Caller:
     return caller
 
 
-def _needs(scope: Scope) -> Callable[[Caller], Caller]:
-    def check(caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
+def _needs(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
+    # Asynchronous, as all dependencies that do not wait: a thread for each would cost more than what they do.
+    async def check(caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
         return check_scope(caller, scope)
 
     return check
 
 
-ServiceDep = Annotated[Service, Depends(service_of)]
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
 Reader = Annotated[Caller, Depends(_needs(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_needs(Scope.SUBMIT))]
 Admin = Annotated[Caller, Depends(_needs(Scope.ADMIN))]

@@ -84,7 +84,10 @@ def _read_events(path: Path, offset: int, kinds: frozenset[str]) -> tuple[int, l
     """
     chosen = []
     lines = read_from(path, offset)
+    words = [kind.encode() for kind in kinds]
     for place, line in lines:
+        if words and not any(word in line for word in words):  # most lines, at a fraction of what JSON takes
+            continue
         kind = _kind(line)
         if kind is not None and (not kinds or kind in kinds):
             chosen.append((place, kind, line.decode(errors="replace")))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -155,6 +156,12 @@ async def submit_at_once(up: Up, token: str, document: dict[str, Any], count: in
     return latencies, answers
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def quantiles(seconds: list[float]) -> dict[str, float | int]:
     """Count, median and 99th percentile in milliseconds."""
     if not seconds:
@@ -190,8 +197,11 @@ def bench(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         submitting_s = time.monotonic() - began
         queued = [job.id for job in client.jobs(name="at-once", page=500)]
         before, began = wait_for_step(client, live, 20).step, time.monotonic()
+        assert up.process is not None
+        cpu = cpu_seconds(up.process.pid)
         found = asyncio.run(load(up, tokens, live, arguments))
         took = time.monotonic() - began
+        cpu = cpu_seconds(up.process.pid) - cpu
         after = client.get(live)
         every = [latency for found_ in found.latencies.values() for latency in found_]
         return {
@@ -201,6 +211,9 @@ def bench(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             "pause_s": arguments.pause,
             "errors": dict(found.errors),
             "answers_per_s": round(len(every) / took, 1),
+            "service_cpu_ms_per_answer": round(1000 * cpu / len(every), 2),
+            "service_cores": round(cpu / took, 2),
+            "load_average": os.getloadavg()[0],
             "all": quantiles(every),
             "views": {name: quantiles(values) for name, values in found.latencies.items()},
             "events": found.events,

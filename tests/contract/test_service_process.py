@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from nightshift.cli import completion
+from nightshift.cli.main import app
 from nightshift.client import Client, ServiceError
 from nightshift.config.load import load_job
 from nightshift.wire.errors import BadInputError
@@ -125,12 +128,29 @@ def test_the_command_line(tmp_path: Path) -> None:
         long = up.cli("submit", str(write_job(tmp_path / "mine", "long", 500, 0.05))).strip()
         assert up.cli("cancel", long[:8]).strip().startswith(long)
         assert "wrong" not in up.cli("submit", str(job), "trainer.total_steps=1", "--wait")
+        offered = [name for name, _ in completed_jobs(up, long[:6])]
+        assert offered == [long]
         token = up.cli("token", "ci", "--scope", "read", "--project", "default").strip()
         with Client(up.url, token) as reader, pytest.raises(ServiceError, match="no scope 'submit'"):
             reader.cancel(long)
         with up.client() as client:
             client.wait(long, 30)
         assert "deleted" in up.cli("delete", long)
+
+
+def completed_jobs(up: Up, beginning: str) -> list[tuple[str, str]]:
+    """What a shell offers for a job's id."""
+    context = typer.Context(typer.main.get_command(app))
+    context.params = {"url": up.url}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NIGHTSHIFT_DATA_DIR", str(up.folder))
+        return completion.jobs(context, beginning)
+
+
+def test_a_service_that_is_away_completes_nothing() -> None:
+    context = typer.Context(typer.main.get_command(app))
+    context.params = {"url": "http://127.0.0.1:9"}
+    assert completion.jobs(context, "") == []
 
 
 def test_a_second_service_on_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,16 @@ from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.store.state import RunState, StateStore
 
 TRACE = "a" * 31
+#: Spans of each step: name, role, and from when to when, in tenths of it.
+SPANS = [
+    ("group", "orchestrator", 0, 10),
+    ("generate", "rollout", 0, 6),
+    ("generate", "rollout", 0, 4),
+    ("reward", "reward", 6, 7),
+    ("optimizer_step", "trainer", 7, 9),
+]
+#: Its times by metric, in tenths of it.
+TIMES = {"step": 10, "gen": 6, "reward": 1, "adv": 0, "update_actor": 2, "publish": 0, "sync": 0, "push": 0, "wait": 0}
 
 
 def written(work: Callable[[], Any]) -> Any:
@@ -66,9 +76,14 @@ def main() -> int:
             trace = f"{TRACE}{step % 10}"
             group = GroupRecord(index=step - 1, row=0, epoch=0, trace_id=trace, state=GroupState.TRAINED, step=step)
             written(partial(store.save_groups, folder.name, [group]))
-            span = {"name": "group", "trace_id": trace, "span_id": f"{step:016x}", "parent_id": None}
-            events.append("span", **span, role="orchestrator", start=time.time() - 0.1, end=time.time(), links=[])
+            now, tenth = time.time(), spec.rollout.request_timeout_s / 10
+            for at, (name, role, begin, end) in enumerate(SPANS):
+                parent = f"{step:08x}{0:08x}" if at else None
+                span = {"name": name, "trace_id": trace, "span_id": f"{step:08x}{at:08x}", "parent_id": parent}
+                times = {"start": now - (10 - begin) * tenth, "end": now - (10 - end) * tenth}
+                events.append("span", **span, **times, role=role, links=[], attributes={"rl.step": step})
             metrics = {"reward/mean": step / steps, "loss/actor": -0.1 * step}
+            metrics |= {f"timing/{name}": tenths * tenth for name, tenths in TIMES.items()}
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "kind": "train", "time": time.time(), "metrics": metrics}) + "\n")
             rows = [

@@ -49,6 +49,11 @@ export async function send(method, path, body = undefined) {
   return response.status === 204 ? null : response.json();
 }
 
+// Sends a text as it is; the answer is JSON.
+export async function sendText(method, path, text, kind, signal = undefined) {
+  return (await answered(await fetch(path, { method, headers: headers({ "Content-Type": kind }), body: text, signal }))).json();
+}
+
 // Calls `take` with each event; ends with the job, or with the signal. Returns the id of the last event.
 export async function stream(path, { after = "0", kinds = [], follow = true, signal, take }) {
   let last = after;

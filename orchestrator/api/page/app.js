@@ -1,12 +1,13 @@
 // The page: what is shown for each address, and the keys.
 
-import { Refused, getJson, getText, send, stream, token } from "/page/api.js";
+import { Refused, getJson, getText, send, sendText, stream, token } from "/page/api.js";
 import { age, chart, el, lanes, number, table } from "/page/draw.js";
+import { planView, reportView } from "/page/figures.js";
 
 const main = document.getElementById("main");
 const crumbs = document.getElementById("crumbs");
 const notice = document.getElementById("notice");
-const TABS = ["overview", "lanes", "rollouts", "settings", "events", "logs", "ledger", "checkpoints"];
+const TABS = ["overview", "lanes", "rollouts", "settings", "events", "logs", "ledger", "checkpoints", "report", "plan"];
 const CURVES = [
   ["reward", ["reward/mean"]], ["loss", ["loss/actor"]], ["KL", ["kl"]], ["response length", ["response_length/mean"]],
   ["staleness", ["staleness/max"]], ["tokens/s", ["response_tokens_per_second"]],
@@ -60,7 +61,7 @@ async function jobs(signal) {
 
 async function job(id, tab, signal) {
   crumbs.replaceChildren(...TABS.map((name, at) => el("a", {
-    href: `#/job/${id}/${name}`, title: `key ${at + 1}`, ...(name === tab ? { "aria-current": "page" } : {}),
+    href: `#/job/${id}/${name}`, title: `key ${(at + 1) % 10}`, ...(name === tab ? { "aria-current": "page" } : {}),
   }, name)));
   const head = el("div", { class: "bar" });
   const body = el("div", {});
@@ -229,7 +230,38 @@ const VIEWS = {
       el("td", {}, new Date(item.time * 1000).toLocaleString())))) : el("p", { class: "hint" }, "no checkpoints yet"),
       el("p", { class: "hint" }, "Fetch one with: nightshift export JOB DIR"));
   },
+
+  async report(base, body, signal) {
+    const place = el("div", { "aria-live": "polite" }, el("p", { class: "hint" }, "Reading the run"));
+    const load = async () => place.replaceChildren(...reportView(await getJson(`${base}/report`, {}, signal)));
+    body.replaceChildren(el("div", { class: "bar" }, el("button", { type: "button", onclick: () => guard(load) }, "Draw up again")), place);
+    await load();
+  },
+
+  async plan(base, body, signal) {
+    body.replaceChildren(el("p", { class: "hint" }, "Measuring the prompts"));
+    body.replaceChildren(...planView(await getJson(`${base}/plan`, {}, signal)));
+  },
 };
+
+// The plan of a job file that is not submitted yet.
+async function plan(signal) {
+  const text = el("textarea", { rows: "16", spellcheck: "false", "aria-label": "job file", name: "job" });
+  const place = el("div", { "aria-live": "polite" });
+  const check = async () => {
+    place.replaceChildren(el("p", { class: "hint" }, "Checking"));
+    try {
+      place.replaceChildren(...planView(await sendText("POST", "/v1/plan", text.value, "application/yaml", signal)));
+      say("");
+    } catch (error) {
+      place.replaceChildren(...(error.fields ?? []).map(({ field, message }) => el("p", { class: "error" }, `${field}: ${message}`)));
+      throw error;
+    }
+  };
+  const form = el("form", { onsubmit: (event) => { event.preventDefault(); guard(check, signal); } }, text,
+    el("div", { class: "bar" }, el("button", {}, "Plan"), el("span", { class: "hint" }, "Nothing is started. Files are uploads or paths that the service allows.")));
+  show(el("h1", {}, "Plan a job"), form, place);
+}
 
 async function trace(id, signal) {
   const found = await getJson(`/v1/traces/${id}`, {}, signal);
@@ -290,6 +322,7 @@ function go() {
   guard(async () => {
     if (kind === "job" && id) await job(id, TABS.includes(tab) ? tab : "overview", signal);
     else if (kind === "trace" && id) await trace(id, signal);
+    else if (kind === "plan") await plan(signal);
     else await jobs(signal);
   }, signal);
 }
@@ -299,7 +332,9 @@ addEventListener("hashchange", go);
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
   const [, kind, id] = location.hash.replace(/^#\/?/, "/").split("/");
+  const tab = TABS[(Number(event.key) + 9) % 10]; // 1 to 9, and 0 for the tenth
   if (event.key === "j") location.hash = "#/";
-  else if (kind === "job" && TABS[Number(event.key) - 1]) location.hash = `#/job/${id}/${TABS[Number(event.key) - 1]}`;
+  else if (event.key === "p") location.hash = "#/plan";
+  else if (kind === "job" && /^[0-9]$/.test(event.key) && tab) location.hash = `#/job/${id}/${tab}`;
 });
 go();

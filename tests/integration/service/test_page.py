@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from nightshift.config.load import load_job
 from tests.contract.test_service_process import write_job
+from tests.fakes.service import job
 from tests.fakes.up import Up
 
 pytestmark = pytest.mark.integration
@@ -30,9 +32,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 @pytest.fixture(scope="module")
 def live(up: Up, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A job that goes on through all tests."""
-    job = load_job(write_job(tmp_path_factory.mktemp("mine"), "live", steps=4000, step_s=0.2), check_files=False)
+    spec = load_job(write_job(tmp_path_factory.mktemp("mine"), "live", steps=4000, step_s=0.2), check_files=False)
     with up.client() as client:
-        made = client.submit(job)
+        made = client.submit(spec)
         deadline = time.monotonic() + 60
         while client.get(made.id).step < 5:
             assert time.monotonic() < deadline
@@ -98,12 +100,57 @@ def test_every_view_of_a_live_job(page: Any, up: Up, live: str) -> None:
         "logs": "pre",
         "ledger": "p.succeeded",
         "checkpoints": ".hint",
+        "report": "section h2",
+        "plan": "section h2",
     }
     for name, selector in expected.items():
         page.get_by_role("navigation").get_by_role("link", name=name).click()
         page.locator(f"main {selector}").first.wait_for(timeout=20000)
         fits(page)
         shot(page, name)
+
+
+def test_the_report_of_a_live_job_says_what_its_steps_took(page: Any, up: Up, live: str) -> None:
+    page.goto(f"{up.url}/#/job/{live}")
+    page.locator("figure").first.wait_for()
+    page.keyboard.press("9")
+    page.get_by_role("heading", name="Steps").wait_for()
+    page.get_by_text("asynchronous, max_staleness 1").wait_for()
+    with up.client() as client:
+        made = client.report(live)["steps"]["made"]
+    for heading in ("Stages, medians", "Predicted and measured", "Who was busy", "Staleness and slots"):
+        page.get_by_role("heading", name=heading).wait_for()
+    row = page.get_by_role("row", name="generation")
+    assert "0.12 s" in row.inner_text(), "six tenths of the steps of the process that plays the job"
+    page.get_by_role("button", name="Draw up again").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "made => Number(/([0-9]+) made/.exec(document.querySelector('main section p').innerText)[1]) > made", arg=made
+    )
+    fits(page)
+
+
+def test_the_plan_of_a_job_and_of_a_job_file(page: Any, up: Up, live: str) -> None:
+    page.goto(f"{up.url}/#/job/{live}")
+    page.locator("figure").first.wait_for()
+    page.keyboard.press("0")
+    page.get_by_role("heading", name="Job live: valid").wait_for(timeout=120_000)
+    page.get_by_role("row", name="parallelism").wait_for()
+    fits(page)
+    page.locator("h1").click()
+    page.keyboard.press("p")
+    page.get_by_role("heading", name="Plan a job").wait_for()
+    field = page.get_by_label("job file")
+    field.fill("name: half\nmodel: {path: builtin:smollm2-135m-instruct}\n")
+    page.get_by_role("button", name="Plan").click()
+    page.locator("main p.error").first.wait_for()
+    field.fill(json.dumps(job("whole")))  # JSON is YAML; of the uploads that the live job brought
+    page.get_by_role("button", name="Plan").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Job whole: valid").wait_for(timeout=120_000)
+    assert page.locator("main p.error").count() == 0
+    fits(page)
+    shot(page, "plan-file")
 
 
 def test_by_keyboard_alone(page: Any, up: Up, live: str) -> None:
