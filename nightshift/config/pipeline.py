@@ -32,6 +32,11 @@ class PipelineConfig(Section):
     weight_update: Literal["in_flight", "drain"] = "in_flight"
     """Weights change under running requests, or after they have ended."""
 
+    keep_cache: bool = True
+    """Responses that run on through a weight update keep the keys and values that earlier weights computed, where their
+    server can keep new requests from these; off: the server computes them anew, which takes it a while at each update.
+    Either way a token's log-prob is that of the distribution that it was drawn from."""
+
     buffer_mib: int = Field(default=1024, ge=1)
     """Bytes of experience held; a full buffer stops the start of new groups."""
 

@@ -314,6 +314,7 @@ class Attempt:
 
     def _fleet(self, services: Services, train: PromptSet, vocabulary: int) -> Fleet:
         rollout, pipeline = self.spec.rollout, self.spec.pipeline
+        drains = pipeline.weight_update == "drain"
 
         def refresh() -> Any:
             current = read_services(self.run_dir)
@@ -324,7 +325,10 @@ class Attempt:
             events=self.events,
             refresh=refresh,
             proof=Proof(
-                _probe(train), PROBE_LIMITS[rollout.dtype], "wait" if pipeline.weight_update == "drain" else "keep"
+                _probe(train),
+                PROBE_LIMITS[rollout.dtype],
+                "wait" if drains else "keep",
+                keep_cache=pipeline.keep_cache and not drains and not pipeline.deterministic,
             ),
             limits=Limits(
                 request_timeout_s=rollout.request_timeout_s,

@@ -23,11 +23,13 @@ class Capabilities:
         vllm: its version as it says it.
         route: whether our own route is there; otherwise vLLM's JSON is used.
         prefetch: whether it fetches weight files ahead of an update.
+        keep_cache: whether running responses can keep their cache at an update, without new ones sharing it.
     """
 
     vllm: str
     route: bool
     prefetch: bool = False
+    keep_cache: bool = False
 
 
 def from_info(name: str, info: dict[str, Any]) -> Capabilities:
@@ -54,7 +56,9 @@ def from_info(name: str, info: dict[str, Any]) -> Capabilities:
         raise _lacks(name, "weight versions from several API servers", "Start it with --api-server-count 1")
     if GENERATE not in routes:
         raise _lacks(name, f"{GENERATE}, which scores the probe", "Start it with --enable-scale-out")
-    return Capabilities(version, route=True, prefetch=bool(found.get("prefetch")))
+    return Capabilities(
+        version, route=True, prefetch=bool(found.get("prefetch")), keep_cache=bool(found.get("keep_cache"))
+    )
 
 
 def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabilities:

@@ -256,11 +256,16 @@ class Engine:
         """Prepares the weight transfer; once per start of the server."""
         await self._call("POST", "/init_weight_transfer_engine", body={"init_info": info})
 
-    async def pause(self, mode: str = "keep") -> None:
-        """Stops decoding; running requests are kept ("keep") or waited for ("wait")."""
+    async def pause(self, mode: str = "keep", *, clear_cache: bool = True) -> None:
+        """Stops decoding; running requests are kept ("keep") or waited for ("wait").
+
+        Args:
+            clear_cache: whether the server forgets what it has computed, running requests included.
+        """
         # Only waiting for running requests may take as long as a request.
         timeout_s = self._timeout_s if mode == "wait" else _ADMIN_TIMEOUT_S
-        await self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
+        kept = "" if clear_cache else "&clear_cache=false"
+        await self._call("POST", f"/pause?mode={mode}{kept}", timeout_s=timeout_s)
 
     async def resume(self) -> None:
         """Goes on decoding. Asked twice: after a failed phase a server closes the connection that the first may use."""
@@ -269,10 +274,16 @@ class Engine:
         except EngineAwayError:
             await self._call("POST", "/resume")
 
-    async def push(self, update_info: dict[str, Any], version: str, *, mode: str = "keep") -> float:
+    async def push(
+        self, update_info: dict[str, Any], version: str, *, mode: str = "keep", keep_cache: bool = False
+    ) -> float:
         """Takes new weights under running requests; returns the seconds for which decoding stood still.
 
         Weights that come by HTTP are fetched before the pause where the server can do that.
+
+        Args:
+            keep_cache: whether running requests keep the keys and values of the weights before, where the server can
+                keep new requests from them.
 
         After any failure the server is resumed with the weights it has, so that nothing waits for ever; whether they
         may be used is for the caller's probe to say.
@@ -281,11 +292,12 @@ class Engine:
             RoleError: a phase failed; the message names it.
         """
         self._broken = ""
-        if "url" in self.address.init_info and (await self.connect()).prefetch:
+        able = await self.connect()
+        if "url" in self.address.init_info and able.prefetch:
             body = {"init_info": self.address.init_info, "update_info": update_info}
             await self._call("POST", PREFETCH, body=body, timeout_s=_FETCH_TIMEOUT_S)
         began = time.perf_counter()
-        await self.pause(mode)
+        await self.pause(mode, clear_cache=not (keep_cache and able.keep_cache))
         try:
             await self._start_update()
             await self._call("POST", "/update_weights", body={"update_info": update_info})

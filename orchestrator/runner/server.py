@@ -28,11 +28,13 @@ class Proof:
         inputs: sequences whose log-probs are compared.
         limits: how near server and trainer must be on them.
         mode: what becomes of running requests at a push: "keep" or "wait".
+        keep_cache: whether running requests keep their cache, where the server can do that.
     """
 
     inputs: Sequence[SequenceInput]
     limits: ProbeLimits
     mode: str = "keep"
+    keep_cache: bool = False
 
 
 class Server:
@@ -97,7 +99,9 @@ class Server:
             if not self._initialised:
                 await self.engine.init_transfer(self.address.init_info)
                 self._initialised = True
-            pause = await self.engine.push(publication.update_info, publication.version, mode=proof.mode)
+            pause = await self.engine.push(
+                publication.update_info, publication.version, mode=proof.mode, keep_cache=proof.keep_cache
+            )
             await self._prove(publication, proof)
         except NightshiftError:
             # A server of somebody else may have been started again without a word: it is prepared once more next time.

@@ -6,6 +6,8 @@ What is used, and what differs between those versions, was read in their sources
   ``vllm.inputs.tokens_input``, ``SamplingParams(flat_logprobs=..., output_kind=...)``: the same in all of them.
 * ``AsyncLLM.output_processor`` keeps the tokens so far of each running request. Reading them there lets vLLM be asked
   for the final output alone, which spares a task switch for each token. Where it is missing, increments are asked for.
+* ``cache_salt`` of a prompt goes into the hash of its first block, and so into those of all that follow: requests with
+  different salts share no block of the prefix cache. ``tokens_input`` takes it.
 * ``finish_weight_update(weight_version)`` came with 0.27, ``CompletionOutput.weight_versions`` with 0.32, the flag
   ``--enable-scale-out`` with 0.30.
 """
@@ -39,6 +41,8 @@ _NEEDED_ROUTES = {
     ),
     "abort": ("/abort_requests",),
 }
+#: Argument of ``tokens_input``, and field of vLLM's own requests.
+SALT = "cache_salt"
 
 
 #: Since this version vLLM offers ``/inference/v1/generate`` only to those who ask for it.
@@ -126,6 +130,13 @@ class EngineClient:
 
         return "weight_versions" in CompletionOutput.__dataclass_fields__
 
+    @property
+    def salts(self) -> bool:
+        """Whether requests can be kept from the cached prefixes of others."""
+        from vllm.inputs import tokens_input
+
+        return SALT in inspect.signature(tokens_input).parameters
+
     def routes(self) -> list[str]:
         """Paths that the server has."""
         return sorted({path for route in self._app.routes if isinstance(path := getattr(route, "path", None), str)})
@@ -137,6 +148,8 @@ class EngineClient:
         found["update_phases"] &= getattr(self._client.vllm_config, "weight_transfer_config", None) is not None
         return {
             "generate": True,
+            # Whether running responses can keep their cache at an update: new requests share no block with older ones.
+            "keep_cache": self.salts,
             # Counted by the route, whatever vLLM itself does; another process would not see the updates pass.
             "weight_version": (getattr(getattr(self._app.state, "args", None), "api_server_count", 1) or 1) == 1,
             "weight_versions_spans": self.reports_spans,
@@ -149,14 +162,21 @@ class EngineClient:
         return found if found and await self._client.is_tracing_enabled() else None
 
     def request(
-        self, ids: Sequence[int], sampling: Sampling, request_id: str, trace_headers: Mapping[str, str] | None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        trace_headers: Mapping[str, str] | None,
+        salt: str = "",
     ) -> EngineRequest:
-        """Prepares a request.
+        """Prepares a request, which shares cached prefixes with those of the same salt alone.
 
         Raises:
             ValueError: vLLM does not accept the parameters.
         """
-        return EngineRequest(self._client, list(ids), sampling, request_id, trace_headers, self.readable)
+        return EngineRequest(
+            self._client, list(ids), sampling, request_id, trace_headers, self.readable, salt if self.salts else ""
+        )
 
     async def settle(self, requests: Sequence[EngineRequest]) -> None:
         """Waits until tokens that the paused engine has sent are counted: its answer may overtake them on the way."""
@@ -181,6 +201,7 @@ class EngineRequest:
         request_id: str,
         trace_headers: Mapping[str, str] | None,
         readable: bool,
+        salt: str = "",
     ) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -188,7 +209,7 @@ class EngineRequest:
 
         self.request_id = request_id
         self._client = client
-        self._prompt = tokens_input(ids)
+        self._prompt = tokens_input(ids, **{SALT: salt}) if salt else tokens_input(ids)
         self._trace_headers = trace_headers
         self._readable = readable
         self._state: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from nightshift.wire import codec
 from nightshift.wire.errors import WireError
 from nightshift.wire.experience import Ids
-from services.rollout.compat import Sampling
+from services.rollout.compat import SALT, Sampling
 
 _FIELDS = {
     "request_id",
@@ -33,6 +34,23 @@ class RolloutRequest:
     token_ids: list[int]  # the prompt, and what was drawn of the response before
     flush_tokens: int  # a frame for each so many tokens; 0: one at the end
     sampling: Sampling
+
+
+def salted(body: bytes, salt: str) -> bytes:
+    """The JSON body of a request to one of vLLM's routes with ``salt`` before its own; as it was where there is none.
+
+    What is no JSON object, or has a salt that is no text, passes as it is: vLLM refuses it.
+    """
+    try:
+        values = json.loads(body) if salt else None
+    except ValueError:
+        return body
+    if not isinstance(values, dict):
+        return body
+    own = values.get(SALT)
+    if own is not None and (not isinstance(own, str) or not own):
+        return body
+    return json.dumps({**values, SALT: salt if own is None else f"{salt}/{own}"}).encode()
 
 
 def parse_request(body: bytes) -> RolloutRequest:

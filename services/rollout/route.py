@@ -9,7 +9,9 @@ vLLM's own ``/inference/v1/generate`` makes two Python objects and 140 bytes of 
 same numbers from the engine client as lists and sends them as arrays. ``flush_tokens`` of a request says after how many
 tokens a frame leaves, so that what was drawn outlives the server; with 0 there is one frame, at the end.
 
-It also watches vLLM's pause and weight routes pass, since it has to know at which token the weights changed.
+It also watches vLLM's pause and weight routes pass, since it has to know at which token the weights changed. From the
+first update on, requests carry its number as their salt, also those to vLLM's own routes: where running responses keep
+their cache at an update (``/pause?clear_cache=false``), a new request still finds no block of earlier weights.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from services.rollout import pull
 from services.rollout.asgi import ClientGoneError, StatusWatch, answer_json, headers_of, read_body, replay
 from services.rollout.compat import EngineClient
 from services.rollout.guard import AUTHENTICATED, App, Receive, Scope, Send
-from services.rollout.request import parse_request
+from services.rollout.request import parse_request, salted
 from services.rollout.request_log import LOG_VARIABLE, AnswerWatch, RequestLogger
 from services.rollout.streams import Stream, Streams
 from services.rollout.weights import WeightFileError
 
-#: vLLM's own route for token ids.
-GENERATE = "/inference/v1/generate"
+#: vLLM's own routes: for token ids, and for text.
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 #: Names this start of the server, where its launcher sets it.
 INCARNATION_VARIABLE = "NIGHTSHIFT_INCARNATION"
 
@@ -54,6 +56,7 @@ class Route:
             ("POST", PREFETCH): self._prefetch,
             ("GET", REQUESTS): self._requests,
             ("POST", GENERATE): self._watch,
+            ("POST", COMPLETIONS): self._salted,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/update_weights"): self._update,
@@ -132,6 +135,8 @@ class Route:
                 wanted.sampling,
                 self._streams.free_key(wanted.request_id),
                 await engine.trace_headers(headers),
+                # After the wait: from here until the request is known to the streams nothing comes between.
+                self._streams.salt,
             )
         except ClientGoneError:
             return
@@ -157,17 +162,29 @@ class Route:
     async def _watch(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's own generate route: what it answers is written down as well."""
         if not self._log.active:
-            await self._app(scope, receive, send)
+            await self._salted(engine, scope, receive, send)
             return
         try:
             body = await read_body(receive)
         except ClientGoneError:
             return
+        body = salted(body, self._streams.salt)
         watch = AnswerWatch(send, self._log, headers_of(scope), body)
         try:
             await self._app(scope, replay(body, receive), watch)
         finally:
             watch.close()
+
+    async def _salted(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request to a route of vLLM's own, kept from cached prefixes of earlier weights."""
+        if not self._streams.salt:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = salted(await read_body(receive), self._streams.salt)
+        except ClientGoneError:
+            return
+        await self._app(scope, replay(body, receive), send)
 
     async def _pause(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

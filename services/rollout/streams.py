@@ -119,6 +119,11 @@ class Streams:
         """The engine's side of each."""
         return [stream.request for stream in self._streams.values()]
 
+    @property
+    def salt(self) -> str:
+        """What keeps a request that comes now from cached prefixes of earlier weights; "" before the first update."""
+        return f"update-{self.tracker.updates}" if self.tracker.updates else ""
+
     def free_key(self, request_id: str) -> str:
         """A name for a request in the engine: its own, unless one of that name still runs."""
         key, number = request_id, 1

@@ -21,10 +21,12 @@ class VersionTracker:
 
     Attributes:
         version: of the weights that the server holds; "" while unknown.
+        updates: updates that have begun. Requests that came after different numbers of them share no cached prefix.
     """
 
     def __init__(self, version: str = FIRST_VERSION) -> None:
         self.version = version
+        self.updates = 0
         self._starts: dict[str, list[tuple[str, int]]] = {}
         self._boundary: dict[str, int] | None = None  # tokens of each response when the open update began
 
@@ -41,6 +43,7 @@ class VersionTracker:
     def updating(self, counts: Mapping[str, int]) -> None:
         """Weights are about to be received; ``counts`` holds the tokens that each open response has."""
         if self._boundary is None:
+            self.updates += 1
             self._boundary = {key: counts.get(key, 0) for key in self._starts}
 
     def finished(self, version: str, counts: Mapping[str, int]) -> None:

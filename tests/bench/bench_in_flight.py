@@ -1,8 +1,9 @@
 """Weight updates under running requests against drained servers, in a simulated fleet that generation keeps busy.
 
 ``python -m tests.bench.bench_in_flight [--out FILE]``, from the repository's folder; virtual clock, one run an arm.
-Speeds are those measured on one H200 (docs/figures.md): decoding at 64 streams, 0.14 s from pause to resume. After a
-push under running requests their contexts are read again, at a rate that was not measured and can be varied. Each arm
+Speeds are those measured on one H200 (docs/figures.md): decoding at 64 streams, 0.14 s from pause to resume. Running
+requests go on with the cache that they have, or their contexts are read again after a push, at a rate that was not
+measured and can be varied. Each arm
 gives sampled tokens a second between updates, and the pause of an engine (last token before to first token after);
 beside them is what the model of the step time says. A long interval between pushes is what favours draining.
 """
@@ -27,6 +28,14 @@ from tests.sim.run import Scale, SimRun
 ENGINES, N, ETA, WARM = 2, 2, 4, 5
 
 
+#: What becomes of running responses at a push: their cache is kept, it is computed anew, or they end first.
+ARMS: dict[str, dict[str, Any]] = {
+    "keep": {"weight_update": "in_flight", "keep_cache": True},
+    "recompute": {"weight_update": "in_flight", "keep_cache": False},
+    "drain": {"weight_update": "drain"},
+}
+
+
 async def _run(scale: Scale, batch: int, steps: int, mode: str) -> dict[str, Any]:
     job = {
         "rollout": {"batch_size": batch, "n": N, "flush_tokens": 1024, "refill": "fixed"},
@@ -35,7 +44,7 @@ async def _run(scale: Scale, batch: int, steps: int, mode: str) -> dict[str, Any
         "pipeline": {
             "max_staleness": ETA,
             "streaming": False,
-            "weight_update": mode,
+            **ARMS[mode],
             "max_groups_in_flight": scale.engines * scale.speed.slots // N,
         },
         "tracking": {"tensorboard": False, "rollouts": False},
@@ -60,8 +69,12 @@ async def _run(scale: Scale, batch: int, steps: int, mode: str) -> dict[str, Any
         }
 
 
-def predicted(scale: Scale, batch: int) -> float:
-    """Seconds of a step of the model, with updates under running requests and all slots full."""
+def predicted(scale: Scale, batch: int, *, again: bool) -> float:
+    """Seconds of a step of the model, with updates under running requests and all slots full.
+
+    Args:
+        again: whether their contexts are read again after each push.
+    """
     speed, mean = scale.speed, scale.lengths.mean
     rate = scale.engines * speed.slots / speed.step_s(speed.slots)
     # A response is met by a push at any of its tokens, and long ones are met more often: half of E[L^2] / E[L].
@@ -74,7 +87,7 @@ def predicted(scale: Scale, batch: int) -> float:
             training=N * batch * (mean + PROMPT_TOKENS) * scale.train_token_s,
             publication=scale.publish_s,
             pause=scale.load_s,
-            recompute=recompute_seconds(speed.slots, context, speed.prefill_tokens_s),
+            recompute=recompute_seconds(speed.slots, context, speed.prefill_tokens_s) if again else 0.0,
         ),
         None,
     )
@@ -98,14 +111,19 @@ def main() -> None:
             speed = replace(Speed(), prefill_tokens_s=prefill)
             scale = Scale(engines=ENGINES, speed=speed, train_token_s=1e-6)
             arms = {}
-            for mode in ("in_flight", "drain"):
+            for mode in ARMS:
                 arms[mode] = run_virtual(_run(scale, batch, options.steps, mode), TICK_S)
             row = {
                 "groups_a_step": batch,
                 "samples_a_group": N,
                 "prefill_tokens_s": prefill,
-                "ratio": round(arms["in_flight"]["tokens_per_s"] / arms["drain"]["tokens_per_s"], 3),
-                "predicted_step_s": round(predicted(scale, batch), 3),
+                "beside_drain": {
+                    mode: round(found["tokens_per_s"] / arms["drain"]["tokens_per_s"], 3)
+                    for mode, found in arms.items()
+                },
+                "predicted_step_s": {
+                    mode: round(predicted(scale, batch, again=mode == "recompute"), 3) for mode in ("keep", "recompute")
+                },
                 **arms,
             }
             rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ async def test_o40_weights_are_pushed_whole_before_the_next_request(tmp_path: Pa
         assert await run.run() == 0, run.error()
         audit(run, steps=4, staleness=staleness)
         assert admin(run.engine) == [INFO, "/init_weight_transfer_engine", *PUSH * 5]
-        assert all("clear_cache=false" not in request.path for request in run.engine.calls("/pause"))
+        assert {request.path for request in run.engine.calls("/pause")} == {"/pause?mode=keep&clear_cache=false"}
         assert run.engine.stale_cache_hits == 0
         versions = [call.body["weight_version"] for call in run.engine.calls("/finish_weight_update")]
         assert versions == [f"{run.run_dir.name}/0/{step}" for step in range(5)]
@@ -46,6 +47,22 @@ async def test_o40_weights_are_pushed_whole_before_the_next_request(tmp_path: Pa
             for request in run.samples():
                 before = [call for call in run.engine.requests[: request.order] if call.path.split("?")[0] in PUSH]
                 assert before[-1].path == INFO
+
+
+@pytest.mark.parametrize("why", ["asked", "unable", "drain", "deterministic"])
+async def test_a_server_forgets_its_cache_where_it_cannot_be_kept(tmp_path: Path, why: str) -> None:
+    pipeline: dict[str, Any] = {
+        "asked": {"keep_cache": False},
+        "unable": {},
+        "drain": {"weight_update": "drain"},
+        "deterministic": {"deterministic": True, "max_staleness": 0},
+    }[why]
+    async with FakeRun(tmp_path, prompts=8, token_s=0.001, pipeline=pipeline) as run:
+        run.engine.missing = frozenset({"keep_cache"} if why == "unable" else ())
+        assert await run.run() == 0, run.error()
+        audit(run, steps=4, staleness=pipeline.get("max_staleness", 1))
+        assert all("clear_cache" not in request.path for request in run.engine.calls("/pause"))
+        assert run.engine.stale_cache_hits == 0
 
 
 async def test_weights_that_come_by_http_are_fetched_before_decoding_stops(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ class FakeEngine:
         self._aborting: set[int] = set()
         self._idle = asyncio.Condition()
         self._pushed = asyncio.Condition()
-        self._prefixes: dict[tuple[int, ...], np.ndarray] = {}
+        self._prefixes: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self.updates = 0
         self.frozen = self.silent = False
         self.drawn = 0
         self.waiting = 0
@@ -202,6 +203,7 @@ class FakeEngine:
             body=body_of(scope["path"], data),
             version=self.version,
             paused=not self._go.is_set(),
+            updates=self.updates,
         )
         self.received += 1
         if self.keep:
@@ -345,6 +347,7 @@ class FakeEngine:
             case "/update_weights":
                 if self._session is None:
                     raise Refused(500, "called without a matching start")
+                self.updates += 1
                 if not (fault and fault.kind == "noop"):
                     file = self.store / str(request.body["update_info"]["path"])
                     self._session = np.load(file, allow_pickle=False)
@@ -467,7 +470,9 @@ class FakeEngine:
             if len(ids) == tokens_before(fault, "stall"):
                 await self._wait_for_step(step_of(request.labels[0]) + 2)
                 return "abort"
-            values = policy.log_probs(self._prefix(key) if not ids else self.weights, previous, temperature or 1.0)
+            values = policy.log_probs(
+                self._prefix(request, key) if not ids else self.weights, previous, temperature or 1.0
+            )
             if scripted is not None:
                 token = scripted[len(ids)]
             elif temperature == 0:
@@ -490,9 +495,9 @@ class FakeEngine:
         async with self._pushed:
             await self._pushed.wait_for(lambda: step_of(self.version) >= step)
 
-    def _prefix(self, key: tuple[int, ...]) -> np.ndarray:
-        """Weights that the cached prefix was computed with."""
-        cached = self._prefixes.setdefault(key, self.weights)
-        if cached is not self.weights:
+    def _prefix(self, request: Request, key: tuple[int, ...]) -> np.ndarray:
+        """Weights that the cached prefix was computed with; it is stale where the request came after newer ones."""
+        cached = self._prefixes.setdefault((request.updates, key), self.weights)
+        if cached is not self.weights and request.updates == self.updates:
             self.stale_cache_hits += 1
         return cached

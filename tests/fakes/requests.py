@@ -40,6 +40,7 @@ class Request:
     body: dict[str, Any]
     version: str  # weights on the server when it came
     paused: bool  # whether the server was paused when it came
+    updates: int = 0  # weight updates that had begun when it came: it shares no cached prefix with requests of others
     status: int = 0
     answered: bool = False
     disconnected: bool = False

@@ -23,6 +23,7 @@ def info(vllm: str, version: str, offered: list[str], missing: frozenset[str], p
             "update_phases": "/update_weights" in offered and "weight_transfer" not in missing,
             "abort": "/abort_requests" in offered,
             "prefetch": prefetch,
+            "keep_cache": "keep_cache" not in missing,
         },
     }
 

@@ -64,6 +64,7 @@ class SimEngine(FakeEngine):
         self._streams: dict[int, _Drawing] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._paused_at: float | None = None
+        self._cleared = True  # whether the last pause cleared the cache
         self.model = EngineModel(self.speed, self._report)
         super().__init__(store, name, **settings)
         self.keep = keep
@@ -92,7 +93,8 @@ class SimEngine(FakeEngine):
             self.model.update(self.version, now)
         elif path == "/resume":
             if self._paused_at is not None and self.model.running:
-                self.model.clear_cache(now)
+                if self._cleared:
+                    self.model.clear_cache(now)
                 self.gaps.append(self.model.next_token_s(now) + now - self._paused_at)
             self._paused_at = None
             self.model.resume(now)
@@ -102,7 +104,7 @@ class SimEngine(FakeEngine):
     def _stopped(self, clear_cache: bool) -> None:
         """Called when decoding stands still."""
         now = self.clock.now()
-        self._paused_at = now
+        self._paused_at, self._cleared = now, clear_cache
         self.model.pause(now)
         self._arm()
         super()._stopped(clear_cache)

@@ -2,7 +2,8 @@
 
 python -m tests.bench.real.in_flight --out FILE.json [--rounds 3] [--most 1] [key=value ...]
 
-The arms differ in ``pipeline.weight_update`` alone. A pause is the longest time without a token of any sample around a
+The arms differ in what becomes of running responses at a push: they go on with the cache that they have, go on once it
+is computed anew (``recompute``), or end first. A pause is the longest time without a token of any sample around a
 push: from the last token before it to the first one after it, as they leave the server.
 """
 
@@ -21,6 +22,14 @@ from tests.bench.real import jobs
 from tests.bench.real.lengths import VARIABLE, Lengths
 from tests.bench.real.middleware import FRAMES_VARIABLE
 from tests.bench.real.record import Record, table
+
+
+#: Settings of each arm.
+ARMS = {
+    "in_flight": ["pipeline.weight_update=in_flight", "pipeline.keep_cache=true"],
+    "recompute": ["pipeline.weight_update=in_flight", "pipeline.keep_cache=false"],
+    "drain": ["pipeline.weight_update=drain"],
+}
 
 
 def pauses(tokens: Sequence[float], pushes: Sequence[Interval]) -> list[float]:
@@ -43,7 +52,7 @@ def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
         *jobs.MEASURED,
         jobs.MIDDLEWARE,
         jobs.SPREAD_REWARD,
-        f"pipeline.weight_update={arm}",
+        *ARMS[arm],
         f"pipeline.max_staleness={arguments.staleness}",
         f"rollout.max_response_length={arguments.longest}",
         "trainer.total_steps=1000",
@@ -76,7 +85,7 @@ def measure(arguments: argparse.Namespace, arm: str) -> dict[str, Any]:
 def show(record: Record) -> str:
     """The table."""
     rows = []
-    for arm in ("in_flight", "drain"):
+    for arm in ARMS:
         ratios = record.ratios(arm, "drain", "tokens_per_second")
         runs = record.of(arm)
         rows.append(
@@ -92,7 +101,7 @@ def show(record: Record) -> str:
             )
         )
     head = (
-        "weight_update",
+        "running responses",
         "tokens/s, each run",
         "beside drain",
         "s a step",
@@ -118,7 +127,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=128)
     arguments = parser.parse_args()
     record = Record(arguments.out)
-    record.go(["in_flight", "drain"], arguments.rounds, arguments.most, lambda arm, _: measure(arguments, arm))
+    record.go(list(ARMS), arguments.rounds, arguments.most, lambda arm, _: measure(arguments, arm))
     print(show(record))
 
 

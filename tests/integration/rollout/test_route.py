@@ -244,6 +244,57 @@ async def test_a_push_below_a_request_gives_two_spans_with_the_right_boundary(
         await engine.close()
 
 
+async def test_a_push_that_keeps_the_cache_gives_none_of_it_to_new_requests(
+    server: VllmServer, folders: tuple[Path, Path, Path, Path]
+) -> None:
+    _, store, old, new = folders
+    engine, models = client_of(server, 8, store), {"old": old, "new": new}
+    prompt = [1, *(5 + at % 50 for at in range(139))]  # several blocks of the cache
+    try:
+        await engine.connect()
+        await engine.init_transfer({"root": str(store)})
+        files = {"old": published(old, store, "old.safetensors"), "new": published(new, store, "new.safetensors")}
+        await engine.push(files["old"], "old/2/0")
+        kept = False
+        # The request may end before the update begins: then there is nothing to see, and the next one is tried.
+        for attempt in range(10):
+            before, after = ("old", "new") if attempt % 2 == 0 else ("new", "old")
+            drawing = asyncio.create_task(engine.generate(request(f"kept-{attempt}", prompt, max_tokens=100)))
+            await asyncio.sleep(0.1)
+            await engine.push(files[after], f"{after}/2/{attempt + 1}", keep_cache=True)
+            # The same prompt, by our route and by vLLM's own, while blocks of the earlier weights are still there.
+            ours = await engine.generate(request(f"ours-{attempt}", prompt, max_tokens=8))
+            body = {
+                "token_ids": prompt,
+                "sampling_params": {"max_tokens": 8, "logprobs": 0, "temperature": 1.0, "seed": 3, "ignore_eos": True},
+            }
+            choice = (await engine._call("POST", "/inference/v1/generate", body=body))["choices"][0]
+            theirs = np.array(choice["token_ids"], np.int32)
+            shown = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+            assert ours.versions == [VersionSpan(f"{after}/2/{attempt + 1}", 0, 8)]
+            assert np.abs(teacher_forced(models[after], prompt, ours.response_ids) - ours.logprobs).max() < 1e-4
+            assert np.abs(teacher_forced(models[after], prompt, theirs) - shown).max() < 1e-4
+            assert np.abs(teacher_forced(models[before], prompt, theirs) - shown).max() > 1e-2  # can be told apart
+            # What a server that computes with the weights must answer is asked of it after each push.
+            scored = await engine.score(np.array(prompt, np.int32), ours.response_ids)
+            assert np.abs(scored - ours.logprobs).max() < 1e-4
+            made = await drawing
+            if len(made.versions) == 2:
+                kept = True
+                break
+        assert kept
+        assert [span.version for span in made.versions] == [f"{before}/2/{attempt}", f"{after}/2/{attempt + 1}"]
+        cut = made.versions[0].end
+        head = teacher_forced(models[before], prompt, made.response_ids) - made.logprobs
+        tail = teacher_forced(models[after], prompt, made.response_ids) - made.logprobs
+        assert np.abs(head[:cut]).max() < 1e-4
+        assert np.abs(head[cut:]).max() > 1e-2  # drawn by the new weights
+        assert np.abs(tail[cut:]).max() > 1e-3  # upon keys and values of the old ones
+        await engine.push(files["old"], "old/3/0")
+    finally:
+        await engine.close()
+
+
 async def test_a_refused_file_leaves_the_tokens_below_it_without_a_version(
     server: VllmServer, folders: tuple[Path, Path, Path, Path]
 ) -> None:

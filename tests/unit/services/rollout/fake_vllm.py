@@ -16,9 +16,10 @@ class FakeRequest:
     """Stands in for compat.EngineRequest."""
 
     def __init__(
-        self, ids: Sequence[int], sampling: Sampling, request_id: str, trace: Mapping[str, str] | None
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, trace: Mapping[str, str] | None, salt: str
     ) -> None:
         self.ids, self.sampling, self.request_id, self.trace = list(ids), sampling, request_id, trace
+        self.salt = salt
         self.drawn: list[tuple[int, float]] = []
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.cancelled = False
@@ -66,11 +67,11 @@ class FakeEngineClient:
         return {"traceparent": headers["traceparent"]} if "traceparent" in headers else None
 
     def request(
-        self, ids: Sequence[int], sampling: Sampling, request_id: str, trace: Mapping[str, str] | None
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, trace: Mapping[str, str] | None, salt: str = ""
     ) -> FakeRequest:
         if self.refuse:
             raise self.refuse
-        self.requests.append(FakeRequest(ids, sampling, request_id, trace))
+        self.requests.append(FakeRequest(ids, sampling, request_id, trace, salt))
         return self.requests[-1]
 
     async def settle(self, requests: Sequence[FakeRequest]) -> None:

@@ -93,12 +93,17 @@ class Client:
         return SimpleNamespace(outputs=[SimpleNamespace(**fields)])
 
 
+def tokens_input(ids: list[int], *, cache_salt: str | None = None) -> dict[str, Any]:
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+    return {"type": "token", "prompt_token_ids": ids, **salt}
+
+
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself takes seconds to import."""
     vllm, inputs, sampling = ModuleType("vllm"), ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")
     vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    inputs.tokens_input = lambda ids: {"type": "token", "prompt_token_ids": ids}  # type: ignore[attr-defined]
+    inputs.tokens_input = tokens_input  # type: ignore[attr-defined]
     sampling.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final", DELTA="delta")  # type: ignore[attr-defined]
     for module in (vllm, inputs, sampling):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -152,6 +157,17 @@ async def test_sampling_parameters_reach_vllm() -> None:
     assert client.asked["trace"] == {"traceparent": "t"}
 
 
+async def test_a_salt_reaches_vllm_where_it_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    face, client = engine()
+    await face.request([1], Sampling(7), "r", None, "update-1").run()
+    assert client.asked["prompt"] == {"type": "token", "prompt_token_ids": [1], "cache_salt": "update-1"}
+    monkeypatch.setattr(sys.modules["vllm.inputs"], "tokens_input", lambda ids: {"prompt_token_ids": ids})
+    face, client = engine()
+    assert not face.salts
+    await face.request([1], Sampling(7), "r", None, "update-1").run()
+    assert client.asked["prompt"] == {"prompt_token_ids": [1]}
+
+
 async def test_only_the_trace_context_is_taken_from_the_headers() -> None:
     face, _ = engine()
     assert await face.trace_headers({"traceparent": "t", "authorization": "x"}) == {"traceparent": "t"}
@@ -166,6 +182,7 @@ def test_capabilities_follow_the_routes_and_the_configuration() -> None:
         assert not face.names_weights
         found = face.capabilities()
         assert found["pause"]
+        assert found["keep_cache"]
         assert found["update_phases"]
         assert not found["weight_versions_spans"]
         assert found["weight_version"]

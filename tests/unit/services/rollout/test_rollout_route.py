@@ -117,6 +117,45 @@ async def test_a_frame_leaves_after_so_many_tokens() -> None:
     assert [(f.start, f.end, f.last) for f in frames_of(call)] == [(0, 5, False), (5, 6, True)]
 
 
+async def test_requests_share_cached_prefixes_with_those_of_the_same_weights_alone() -> None:
+    server = Server()
+    await server.generate(request_id="before")
+    await server.admin("/pause", b"")
+    await server.generate(request_id="while paused")
+    await server.admin("/update_weights", b"{}")
+    await server.generate(request_id="under the update")
+    await server.admin("/update_weights", b"{}")  # further weights of the same update
+    await server.admin("/finish_weight_update", b'{"weight_version": "run/0/1"}')
+    await server.admin("/resume")
+    await server.generate(request_id="after")
+    await server.admin("/update_weights", b"{}")
+    await server.admin("/resume")  # broke off: what is computed now is neither of the old weights nor of the new
+    await server.generate(request_id="mixed")
+    await server.admin("/update_weights", b"{}")
+    await server.admin("/finish_weight_update", b'{"weight_version": "run/0/2"}')
+    await server.generate(request_id="last")
+    salts = {request.request_id: request.salt for request in server.engine.requests}
+    assert salts["before"] == salts["while paused"] == ""
+    assert salts["under the update"] == salts["after"]
+    assert len({salts[name] for name in ("before", "after", "mixed", "last")}) == 4
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+async def test_requests_to_vllms_own_routes_are_salted_from_the_first_update_on(path: str) -> None:
+    server = Server()
+    own = b'{"prompt": [1], "cache_salt": "mine"}'
+    await server.admin(path, own)
+    assert server.inner.calls[-1] == (path, own)
+    await server.admin("/update_weights", b"{}")
+    await server.admin("/finish_weight_update", b'{"weight_version": "run/0/1"}')
+    for body, salt in ((b'{"prompt": [1]}', "update-1"), (own, "update-1/mine")):
+        await server.admin(path, body)
+        assert json.loads(server.inner.calls[-1][1]) == {"prompt": [1], "cache_salt": salt}
+    for refused in (b"{", b"[1]", b'{"cache_salt": ""}', b'{"cache_salt": 3}'):
+        await server.admin(path, refused)
+        assert server.inner.calls[-1] == (path, refused)
+
+
 async def test_a_pause_lets_everything_leave() -> None:
     server = Server()
     streamed, whole = await server.generate(flush_tokens=100, request_id="a"), await server.generate(request_id="b")
