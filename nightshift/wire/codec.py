@@ -14,6 +14,12 @@ _ARRAY = 1
 #: Little-endian dtypes that may cross the wire. Object arrays can never appear here.
 _DTYPES = {name: np.dtype(name) for name in ("<f4", "<f8", "<i4", "<i8", "|u1", "|i1", "|b1", "<f2", "<u4", "<u8")}
 
+#: Bytes that msgpack sets aside for a message at first. By default it is a quarter of a MiB, twice where an array is
+#: packed within, which malloc fetches from the system and gives back each time: 15 us for a message of 100 bytes.
+_BUFFER, _HEAD = 4096, 64
+#: Their names by dtype, for arrays as this machine holds them.
+_NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype.isnative}
+
 
 def pack(value: Any) -> bytes:
     """Encodes plain values (None, bool, int, float, str, bytes, list, tuple, dict) and numpy arrays and scalars.
@@ -25,7 +31,7 @@ def pack(value: Any) -> bytes:
             too deeply, or holds itself.
     """
     try:
-        return bytes(msgpack.packb(value, default=_encode, use_bin_type=True))
+        return bytes(msgpack.packb(value, default=_encode, use_bin_type=True, buf_size=_BUFFER))
     except Exception as error:  # msgpack raises several unrelated types on what it cannot write
         raise WireError(f"cannot encode for the wire: {error}") from error
 
@@ -47,6 +53,9 @@ def unpack(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
+    if type(value) is np.ndarray and (native := _NAMES.get(value.dtype)) is not None:
+        data = msgpack.packb([native, value.shape, value.tobytes()], buf_size=value.nbytes + _HEAD)
+        return msgpack.ExtType(_ARRAY, data)
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("masked array: its mask would be lost")
     if isinstance(value, np.ndarray):

@@ -63,7 +63,7 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         """Number of response tokens that the loss counts."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def truncated(self) -> bool:

@@ -93,19 +93,24 @@ class FrameReader:
         Raises:
             WireError: a frame is malformed, or too long to be one.
         """
-        self._data += data
+        if self._data:
+            self._data += data
+        held = self._data or data  # most frames come whole, and are read where they are
         frames: list[Frame] = []
         at = 0
-        while len(self._data) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data, at)
+        while len(held) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, at)
             if length > _LARGEST:
                 raise WireError(f"frame of {length} bytes")
             end = at + _LENGTH.size + length
-            if len(self._data) < end:
+            if len(held) < end:
                 break
-            frames.append(_frame(bytes(self._data[at + _LENGTH.size : end])))
+            frames.append(_frame(bytes(held[at + _LENGTH.size : end])))
             at = end
-        del self._data[:at]
+        if self._data:
+            del self._data[:at]
+        else:
+            self._data += data[at:]
         return frames
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ from orchestrator.runner.files import raise_limit
 from orchestrator.runner.job import Job
 
 _PR_SET_PDEATHSIG = 1
+#: New objects between two collections, and collections between two of the older generations. A run holds tens of
+#: thousands of objects for each thousand responses in flight, nearly all of which are freed without the collector: at
+#: Python's own 700 it looked at them for a tenth of the run's CPU.
+_COLLECT = (50_000, 20, 50)
 
 
 def main() -> int:
@@ -28,6 +33,8 @@ def main() -> int:
     # Nothing outlives a command that was killed: the parent's death ends this process as Ctrl-C does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     raise_limit()
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(*_COLLECT)
     try:
         job = Job(arguments.run_dir.resolve(), arguments.otlp_port)
     except NightshiftError as error:

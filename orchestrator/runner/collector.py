@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from nightshift.wire.errors import WireError
@@ -56,14 +58,18 @@ class Collector:
                 counted.
             EngineAwayError: the server gave up the request.
         """
-        name, partial = self._request_id, self.partial()
+        name = self._request_id
         if not self._frames or not self._frames[-1].last or self._reader.pending:
-            raise InvalidAnswerError(f"{name}: the answer ends before the response does", "form", partial=partial)
+            raise InvalidAnswerError(
+                f"{name}: the answer ends before the response does", "form", partial=self.partial()
+            )
         last = self._frames[-1]
         if last.finish_reason == FINISH_ABORT:
-            raise EngineAwayError(f"{name} was aborted by the server", partial=partial)
+            raise EngineAwayError(f"{name} was aborted by the server", partial=self.partial())
         if last.finish_reason == FINISH_ERROR:
-            raise EngineAwayError(f"{name} failed in the server: {last.error or 'no reason given'}", partial=partial)
+            raise EngineAwayError(
+                f"{name} failed in the server: {last.error or 'no reason given'}", partial=self.partial()
+            )
         if last.finish_reason not in (FINISH_STOP, FINISH_LENGTH):
             raise InvalidAnswerError(f"{name}: finish reason {last.finish_reason!r}", "finish_reason")
         versions = _merged([span for frame in self._frames for span in frame.versions])
@@ -71,7 +77,7 @@ class Collector:
             raise InvalidAnswerError(
                 f"{name}: a weight update broke off below it, what sampled its tokens is unknown",
                 "version",
-                partial=partial,
+                partial=self.partial(),
             )
         if last.engine_versions is not None and _merged(last.engine_versions) != versions:
             raise InvalidAnswerError(
@@ -95,12 +101,13 @@ class Collector:
             raise InvalidAnswerError(f"{name}: a frame after the last one", "form")
         if frame.start != self._tokens:
             raise InvalidAnswerError(f"{name}: a frame from token {frame.start} after {self._tokens} tokens", "form")
-        if (frame.ids < 0).any():
+        if len(frame.ids) and frame.ids.min() < 0:
             raise InvalidAnswerError(f"{name}: a negative token id", "token_ids")
         if len(frame.logprobs) != len(frame.ids):
             raise InvalidAnswerError(f"{name}: {len(frame.logprobs)} log-probs for {len(frame.ids)} tokens", "logprobs")
-        wrong = ~(np.isfinite(frame.logprobs) & (frame.logprobs <= ROUNDING))
-        if wrong.any():
+        # Two passes that allocate nothing; a NaN is neither below the one bound nor above the other.
+        if len(frame.ids) and not (frame.logprobs.max() <= ROUNDING and frame.logprobs.min() > -math.inf):
+            wrong = ~(np.isfinite(frame.logprobs) & (frame.logprobs <= ROUNDING))
             value = float(frame.logprobs[wrong.argmax()])
             raise InvalidAnswerError(f"{name}: log-prob {value}", "logprobs")
         ends = [frame.start, *(span.end for span in frame.versions)]

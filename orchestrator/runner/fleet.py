@@ -386,10 +386,12 @@ class Fleet:
         return time.monotonic() - began
 
     async def _acquire(self, deadline: float) -> Server:
+        if usable := self._roster.usable:
+            return self._least_loaded(usable)
         async with self._changed:
             while True:
                 if usable := self._roster.usable:
-                    return min(usable, key=self._burden if self._refill.limited else _RUNNING)
+                    return self._least_loaded(usable)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
@@ -401,6 +403,9 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
+
+    def _least_loaded(self, servers: list[Server]) -> Server:
+        return min(servers, key=self._burden if self._refill.limited else _RUNNING)
 
     def _burden(self, server: Server) -> tuple[bool, int]:
         """Servers below their window come first, of those the least loaded."""

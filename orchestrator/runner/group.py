@@ -49,10 +49,14 @@ class Group:
         return group_id(self.index)
 
     @property
+    def versions(self) -> set[str]:
+        """Versions of the weights that its tokens were sampled with."""
+        return {span.version for sample in self.samples for span in sample.versions}
+
+    @property
     def oldest_version(self) -> int:
         """Step of the oldest weights that any of its tokens was sampled with."""
-        steps = [int(span.version.rsplit("/", 1)[-1]) for sample in self.samples for span in sample.versions]
-        return min(steps, default=self.started_version)
+        return min((int(version.rsplit("/", 1)[-1]) for version in self.versions), default=self.started_version)
 
     @property
     def bytes(self) -> int:

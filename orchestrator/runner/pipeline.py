@@ -232,14 +232,12 @@ class Pipeline:
             self._events.append("warning", role=error.role or "rollout", message=str(error), trace_id=group.trace_id)
             await self._notify()
             return
-        versions = sorted(
-            (span.version for s in group.samples for span in s.versions), key=lambda v: int(v.rsplit("/", 1)[-1])
-        )
         if not teaches(group.samples, self._spec):
             await self._filter(group)
             return
         self._state.filtered_in_row = 0
         self._spool.put(group.index, group.samples)
+        versions = sorted(group.versions, key=lambda version: int(version.rsplit("/", 1)[-1]))
         await self._books.move(
             group.index,
             GroupState.READY,

@@ -11,6 +11,9 @@ T = TypeVar("T")
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. At the first error the others are cancelled and waited for, then it is raised."""
+    work = list(work)
+    if len(work) == 1:
+        return [await work[0]]
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)

@@ -23,7 +23,6 @@ from tests.bench.real.lengths import VARIABLE, Lengths
 from tests.bench.real.middleware import FRAMES_VARIABLE
 from tests.bench.real.record import Record, table
 
-
 #: Settings of each arm.
 ARMS = {
     "in_flight": ["pipeline.weight_update=in_flight", "pipeline.keep_cache=true"],
