@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import text
 
+from nightshift.wire.events import read_events
 from orchestrator.jobs.states import Call, JobState, StateConflictError, ask
 from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.store.engine import HEAD, connect
@@ -22,8 +24,9 @@ from orchestrator.store.jobs import JobStore, NewJob
 from orchestrator.store.schema import metadata
 from orchestrator.store.state import FencedError, StateStore
 from tests.fakes.run import FakeRun
-from tests.fakes.service import ROOT, job, serve
+from tests.fakes.service import ROOT, ROWS, digest, job, serve
 from tests.fixtures.postgres import Postgres, postgres_bin
+from tests.fixtures.tokenizer_k import write_folder
 
 BIN = postgres_bin()
 pytestmark = pytest.mark.skipif(BIN is None, reason="PostgreSQL is not installed (Debian: apt-get install postgresql)")
@@ -183,3 +186,38 @@ async def test_a_run_whose_server_stays_away_says_so(
         finally:
             await asyncio.to_thread(postgres.start)
     assert "the database was away for 0.5 s" in run.error()
+
+
+async def test_a_real_runner_waits_for_the_server_and_loses_nothing(
+    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between fake services: no group is lost or trained twice, and the service answers clearly meanwhile."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    model = write_folder(tmp_path / "model")
+    document = job(
+        "real",
+        steps=30,
+        model={"path": str(model)},
+        data={"train_files": [f"upload:{digest(ROWS)}/rows.jsonl"], "max_prompt_length": 64},
+        rollout={"batch_size": 2, "n": 2, "max_response_length": 8},
+        trainer={"total_steps": 30, "learning_rate": 2.0, "test_freq": 0},
+        tracking={"tensorboard": False},
+    )
+    command = [sys.executable, "-m", "tests.fakes.session_process", "{folder}"]
+    async with serve(tmp_path / "data", database_url=postgres.url, command=command, allowed=[tmp_path]) as api:
+        made = await api.submit(document)
+        await api.wait_step(made["id"], 3, limit_s=120)
+        await asyncio.to_thread(postgres.stop)
+        for path in (f"/v1/jobs/{made['id']}", f"/v1/jobs/{made['id']}/ledger", "/v1/jobs"):
+            refused = await api.http.get(path)
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "urn:nightshift:problem:database-away"
+        await asyncio.sleep(3.0)
+        await asyncio.to_thread(postgres.start)
+        done = await api.wait(made["id"], "succeeded", "failed", limit_s=240)
+        assert (done["state"], done["step"]) == ("succeeded", 30), done["error"]
+        ledger = (await api.http.get(f"/v1/jobs/{made['id']}/ledger")).json()
+        assert (ledger["issued"], ledger["trained"], ledger["balanced"]) == (60, 60, True)
+        events = read_events(tmp_path / "data" / "runs" / made["id"] / "events.jsonl")
+        said = [event["message"] for event in events if event["kind"] == "warning"]
+        assert any("database away, waiting" in message for message in said), said
