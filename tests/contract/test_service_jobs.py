@@ -335,3 +335,18 @@ async def test_a_full_disk_is_said_so_and_loses_nothing(tmp_path: Path, monkeypa
         assert [item["id"] for item in (await api.http.get("/v1/jobs")).json()["jobs"]] == [kept["id"]]
         assert len(os.listdir(tmp_path / "runs")) == 1  # noqa: PTH208
         assert (await api.http.post("/v1/jobs", json=job())).status_code == 201
+
+
+async def test_a_job_that_is_there_is_planned_as_its_file_was(tmp_path: Path) -> None:
+    async with serve(tmp_path, drive=False) as api:
+        made = await api.submit(job("planned", steps=7))
+        found = await api.http.get(f"/v1/jobs/{made['id']}/plan")
+        assert found.status_code == 200, found.text
+        plan = found.json()
+        assert (plan["name"], plan["samples_per_step"]) == ("planned", 32)
+        assert plan["parallelism"] == {"data": 1, "zero_stage": 2}
+        before = await api.http.post("/v1/plan", json=job("planned", steps=7))
+        assert before.json() == plan
+        assert (await api.http.get("/v1/jobs/nosuch/plan")).status_code == 404
+        other = api.token(Scope.READ, project="other")
+        assert (await api.http.get(f"/v1/jobs/{made['id']}/plan", headers=other)).status_code == 404
