@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -156,12 +156,27 @@ class Matrix:
         self._early[victim.role] = self._early[victim.role] + 1 if uptime < _EARLY_S else 1
         began = time.time()
         assert kill(self._dice.choice(pids))
-        step_s = self._step_after(running, began, 0)
-        further_s = self._step_after(running, began, furthest)
+        # A step that was all but made may still end: what counts is one after the role came back.
+        back = self._back_after(running, began, victim.role) if victim.role else began
         self._recovered[victim.role] = time.monotonic()
+        step_s = back - began + self._step_after(running, back, 0)
+        further_s = back - began + self._step_after(running, back, furthest)
         self._kills.append(Kill(victim.name, furthest, step_s, further_s))
         print(
             f"{victim.name} killed at step {furthest}: next step {step_s:.1f} s, further {further_s:.1f} s", flush=True
+        )
+
+    def _back_after(self, running: Running, moment: float, role: str) -> float:
+        """When a role was ready again after a moment."""
+        wanted = ("job", "running") if role == "orchestrator" else ("role", "ready")
+        return self._event_after(
+            running,
+            lambda event: (
+                (event["kind"], event.get("state")) == wanted
+                and (wanted[0] == "job" or event["role"] == role)
+                and event["time"] > moment
+            ),
+            f"the {role} ready",
         )
 
     def _furthest(self, running: Running) -> int:
@@ -169,16 +184,25 @@ class Matrix:
 
     def _step_after(self, running: Running, moment: float, step: int) -> float:
         """Seconds from a moment to the end of a step above ``step``."""
+        found = self._event_after(
+            running,
+            lambda event: event["kind"] == "step" and event["time"] > moment and event["step"] > step,
+            f"a step above {step}",
+        )
+        return found - moment
+
+    def _event_after(self, running: Running, wanted: Callable[[dict[str, Any]], bool], what: str) -> float:
+        """Time of the first event that is wanted, which is waited for."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             for event in running.events():
-                if event["kind"] == "step" and event["time"] > moment and event["step"] > step:
-                    return float(event["time"] - moment)
+                if wanted(event):
+                    return float(event["time"])
             if running.process.poll() is not None:
                 output, _ = running.process.communicate(timeout=60)
                 raise AssertionError(f"the run ended with {running.process.returncode}: {output[-3000:]}")
             time.sleep(0.1)
-        raise AssertionError(f"no step within 240 s of the kill; last events: {running.events()[-8:]}")
+        raise AssertionError(f"no {what} within 240 s of the kill; last events: {running.events()[-8:]}")
 
     def _set_pace(self, seconds: float) -> None:
         part = self._job.with_name("pace.tmp")
