@@ -12,7 +12,7 @@ from orchestrator.store.schema import metadata
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 #: Revision of the tables in ``schema.py``; a test holds the two together.
-HEAD = "0002"
+HEAD = "0003"
 #: Any number: the lock under which one process migrates a PostgreSQL database.
 _LOCK = 0x6E6967687473
 #: Connections that are kept, and more for a moment: together as many as the service has threads (40) and its own.

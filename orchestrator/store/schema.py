@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, UniqueConstraint
+from sqlalchemy import Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, UniqueConstraint, text
 
 metadata = MetaData(
     naming_convention={
@@ -125,4 +125,70 @@ audit = Table(
     # JSON
     Column("detail", Text, nullable=False, default="{}"),
     Index(None, "target"),
+)
+
+# Fleets of rollout servers, lent to jobs ------------------------------------------------------------------------------
+
+fleets = Table(
+    "fleets",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("hold_s", Float, nullable=False),
+    Column("switch_s", Float, nullable=False),
+    Column("drain_s", Float, nullable=False),
+    Column("deadline_s", Float, nullable=False),
+    Column("created", Float, nullable=False),
+    # Up to when the accounts of the jobs are kept.
+    Column("counted", Float, nullable=False),
+    # The orchestrator that lends the servers, as it is for jobs.
+    Column("lease_owner", String(200), nullable=False, default=""),
+    Column("lease_until", Float, nullable=False, default=0.0),
+    Column("lease_token", Integer, nullable=False, default=0),
+)
+
+fleet_servers = Table(
+    "fleet_servers",
+    metadata,
+    Column("fleet", String(64), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    # Of one fleet alone: two would lend it twice.
+    Column("url", Text, nullable=False, unique=True),
+    # Variable of the service's environment that holds the server's token.
+    Column("token_variable", String(128), nullable=False),
+)
+
+fleet_leases = Table(
+    "fleet_leases",
+    metadata,
+    # Also the fencing token.
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("fleet", String(64), nullable=False),
+    Column("server", String(64), nullable=False),
+    Column("job_id", String(128), nullable=False),
+    Column("since", Float, nullable=False),
+    Column("asked", Float),
+    Column("asked_why", String(100), nullable=False, default=""),
+    Column("ended", Float),
+    Column("ended_why", String(100), nullable=False, default=""),
+    Index(None, "fleet", "number"),
+    # A server has one lease at a time, whoever writes.
+    Index(
+        "uq_fleet_leases_open",
+        "fleet",
+        "server",
+        unique=True,
+        sqlite_where=text("ended IS NULL"),
+        postgresql_where=text("ended IS NULL"),
+    ),
+    sqlite_autoincrement=True,
+)
+
+#: What each job with a process had of a fleet, and is owed, in server-seconds.
+fleet_accounts = Table(
+    "fleet_accounts",
+    metadata,
+    Column("fleet", String(64), primary_key=True),
+    Column("job_id", String(128), primary_key=True),
+    Column("used", Float, nullable=False),
+    Column("lag", Float, nullable=False),
 )

@@ -78,7 +78,8 @@ def test_one_schema_whoever_comes_first_and_from_wherever(postgres: Postgres) ->
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     with engine.begin() as connection:  # as a release before the service left it
-        for table in ("audit", "jobs", "tokens", "projects", "fences", "alembic_version"):
+        later = ("fleet_accounts", "fleet_leases", "fleet_servers", "fleets")
+        for table in ("audit", "jobs", "tokens", "projects", "fences", "alembic_version", *later):
             connection.execute(text(f"DROP TABLE {table}"))
     engine.dispose()
     assert at_once(*[lambda: connect(postgres.url).dispose()] * 4) == []

@@ -66,7 +66,7 @@ def new(job_id: str = "a", project: str = "p", **values) -> NewJob:
 def test_the_last_migration_is_the_one_that_the_schema_stands_for() -> None:
     script = ScriptDirectory(str(MIGRATIONS))
     assert script.get_current_head() == HEAD
-    assert [revision.revision for revision in script.walk_revisions()] == ["0002", "0001"]
+    assert [revision.revision for revision in script.walk_revisions()] == ["0003", "0002", "0001"]
 
 
 def test_migrations_make_what_the_schema_says(tmp_path: Path) -> None:
