@@ -26,7 +26,7 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
     rollout = spec.rollout
     if spec.resources.agents.trainer is not None:
         return "http"
-    ipc = device == "cuda" and rollout.url is None and rollout.servers == 1
+    ipc = device == "cuda" and rollout.own_servers == 1
     if rollout.weight_transfer == "ipc" and not ipc:
         raise BadInputError(
             "rollout.weight_transfer is ipc, which needs one server that is started on a CUDA device of the trainer's "
@@ -38,7 +38,7 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         return rollout.weight_transfer
     if ipc:
         return "ipc"
-    remote = any(urlsplit(url).hostname not in _LOOPBACK for url in rollout.urls)
+    remote = rollout.fleet is not None or any(urlsplit(url).hostname not in _LOOPBACK for url in rollout.urls)
     return "http" if remote else "shared_memory"
 
 

@@ -121,7 +121,7 @@ def estimate(spec: JobSpec, shape: ModelShape) -> list[Part]:
     if spec.rollout.max_model_len is not None:
         sequence = min(sequence, spec.rollout.max_model_len)
     parts: list[dict[str, int] | str] = []
-    if spec.rollout.url is None and not spec.is_preference:
+    if spec.rollout.own_servers and not spec.is_preference:
         each = _rollout(spec, shape)
         parts += ["rollout", {name: size * spec.rollout.servers for name, size in each.items()}]
     parts += ["trainer", _trainer(spec, shape, sequence)]

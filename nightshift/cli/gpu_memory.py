@@ -35,7 +35,7 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
         parts[gpu][name] = parts[gpu].get(name, 0) + size
 
     rollout, trainer = spec.rollout, spec.trainer
-    if rollout.url is None:
+    if rollout.own_servers:
         for gpu in placement.servers(rollout.servers):
             add(gpu, "server", shape.parameters * _BYTES[rollout.dtype] + _SERVER)
             add(gpu, "KV cache", int(rollout.kv_cache_gib * _GIB))

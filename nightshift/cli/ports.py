@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 def fixed_ports(spec: JobSpec) -> dict[str, int]:
     """Role -> port, of those that the job fixes and needs on this machine."""
     ports = spec.resources.ports.model_dump()
-    if spec.rollout.url is not None:
+    if not spec.rollout.own_servers:
         ports.pop("rollout")
     elif ports["rollout"]:
         ports |= {f"rollout (server {at})": ports["rollout"] + at for at in range(1, spec.rollout.servers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -36,6 +37,8 @@ from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import EventLog, read_events
 
 _POLL_S = 0.1
+#: The job service sets it for the jobs that it runs.
+_SERVICE_VARIABLE = "NIGHTSHIFT_FENCE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def run_job(
     prepare.check_installation()
     prepare.check_weight_store(spec)
     check_ports(spec)
+    _check_fleet(spec)
     previous = _resumable(resume, spec) if resume is not None else None
     prepare.resolve_models(spec, say)
     prepare.check_device(spec)
@@ -121,6 +125,20 @@ def run_job(
         code, view = Supervisor(spec, folder, resume=previous is not None).run(console, as_json=as_json)
     _finish(view, folder, code, as_json=as_json, say=say)
     return code
+
+
+def _check_fleet(spec: JobSpec) -> None:
+    """Checks that somebody lends the servers of a fleet to the job.
+
+    Raises:
+        BadInputError: nobody does.
+    """
+    if spec.rollout.fleet is not None and _SERVICE_VARIABLE not in os.environ:
+        raise BadInputError(
+            f"rollout.fleet {spec.rollout.fleet.name!r} is lent by a job service, which does not run this job",
+            role="rollout",
+            fix="Send the job with `nightshift submit`, or give rollout.url or rollout.servers in its place",
+        )
 
 
 class Supervisor:

@@ -38,6 +38,9 @@ def up(
     allow_path: Annotated[
         list[Path] | None, typer.Option(help="A folder of this machine whose files jobs may name; repeat it.")
     ] = None,
+    fleets: Annotated[
+        Path | None, typer.Option(help="A file of rollout servers that are lent to jobs: docs/service.md.")
+    ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Serve without tokens; on loopback only.")] = False,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to end, give jobs so long for a checkpoint; 0: they go on.")
@@ -54,6 +57,7 @@ def up(
         data_dir=data_dir.expanduser(),
         at_once=at_once,
         allow=allow_path or [],
+        fleets=fleets,
         no_token=no_token,
         as_json=json,
         drain_s=drain_seconds,
@@ -141,6 +145,17 @@ def set_settings(
     return jobs.change(url, job, pairs or [], as_json=json)
 
 
+def fleets(
+    name: Annotated[str | None, typer.Argument(metavar="[FLEET]", help="Left out: all of them.")] = None,
+    url: _Url = None,
+    json: _Json = False,
+) -> int:
+    """Show the fleets of rollout servers of a service, or who has the servers of one, and on what grounds."""
+    from nightshift.cli import fleets as shown
+
+    return shown.show_fleet(url, name, as_json=json) if name else shown.list_fleets(url, as_json=json)
+
+
 def token(
     name: Annotated[str, typer.Argument(help="Whose it is: stands in the audit log.")],
     scope: Annotated[
@@ -179,5 +194,5 @@ def register(app: typer.Typer) -> None:
     app.command("list")(command(list_jobs))
     app.command("set")(command(set_settings))
     app.command("import-verl")(command(import_verl))
-    for function in (show, pause, resume, cancel, delete, token):
+    for function in (show, pause, resume, cancel, delete, fleets, token):
         app.command()(command(function))

@@ -21,6 +21,7 @@ def serve(
     data_dir: Path,
     at_once: int,
     allow: Sequence[Path],
+    fleets: Path | None,
     no_token: bool,
     as_json: bool,
     drain_s: float = 0.0,
@@ -35,6 +36,7 @@ def serve(
     for path in allow:
         arguments += ["--allow-path", str(path)]
     arguments += ["--grpc-port", str(grpc_port)] if grpc_port is not None else []
+    arguments += ["--fleets", str(fleets.absolute())] if fleets is not None else []
     arguments += ["--no-token"] if no_token else []
     arguments += ["--drain-seconds", str(drain_s)] if drain_s else []
     arguments += ["--json"] if as_json else []

@@ -126,6 +126,32 @@ class Client:
                 return
             params["cursor"] = answer["next"]
 
+    def fleets(self) -> list[dict[str, Any]]:
+        """Fleets of rollout servers, each with who has which server."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/fleets").json()["fleets"]
+        return found
+
+    def leases(self, fleet: str, *, before: int | None = None, limit: int = 100) -> dict[str, Any]:
+        """Leases of a fleet, the newest first, and ``shares``: what the running jobs have of it, in server-seconds."""
+        params = {"limit": limit, **({"before": before} if before is not None else {})}
+        found: dict[str, Any] = self._ask("GET", f"/v1/fleets/{fleet}/leases", params=params).json()
+        return found
+
+    def put_fleet(self, name: str, servers: Sequence[dict[str, str]], **terms: float) -> dict[str, Any]:
+        """Makes a fleet, or changes it; for administrators.
+
+        Args:
+            name: of the fleet.
+            servers: each with ``name`` and ``url``.
+            terms: ``hold_s``, ``switch_s``, ``drain_s`` and ``deadline_s``, in seconds.
+        """
+        found: dict[str, Any] = self._ask("PUT", f"/v1/fleets/{name}", json={"servers": list(servers), **terms}).json()
+        return found
+
+    def delete_fleet(self, name: str) -> None:
+        """Removes a fleet of which nothing is lent; for administrators."""
+        self._ask("DELETE", f"/v1/fleets/{name}")
+
     def get(self, job_id: str) -> Job:
         """One job, with its job file."""
         return Job.of(self._ask("GET", f"/v1/jobs/{job_id}").json())

@@ -83,6 +83,7 @@ class JobSpec(Section):
         if self.pipeline.deterministic and self.pipeline.max_staleness != 0:
             raise ValueError("pipeline.deterministic needs pipeline.max_staleness 0")
         _check_queues(self)
+        self._check_fleet()
         samples = rollout.batch_size * rollout.n
         if samples % trainer.ranks:
             raise ValueError(
@@ -99,6 +100,29 @@ class JobSpec(Section):
         if len(self.rewards) > 1 and len(set(names)) < len(names):
             raise ValueError(f"several rewards need different names, got {names}")
         return self
+
+    def _check_fleet(self) -> None:
+        fleet, rollout = self.rollout.fleet, self.rollout
+        if fleet is None:
+            return
+        if rollout.url is not None or rollout.servers > 1:
+            other = "rollout.url" if rollout.url is not None else "rollout.servers"
+            raise ValueError(
+                f"rollout.fleet {fleet.name!r} lends its servers to the job, and {other} names others: leave one of "
+                "them out"
+            )
+        if self.is_preference:
+            raise ValueError(
+                f"policy_loss {self.algorithm.policy_loss!r} trains on pairs and samples nothing: leave rollout.fleet "
+                "out"
+            )
+        if self.pipeline.deterministic:
+            raise ValueError(
+                "pipeline.deterministic cannot hold with rollout.fleet, since servers come and go with what other jobs "
+                "do: leave one of them out"
+            )
+        if rollout.weight_transfer == "ipc":
+            raise ValueError("rollout.weight_transfer ipc reaches no server of rollout.fleet: set it to auto")
 
     def _check_roles(self) -> None:
         algorithm, critic = self.algorithm, self.scorers.critic

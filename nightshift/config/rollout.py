@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from nightshift.config.base import Section
 from nightshift.config.model import DType
 
 Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
+
+
+class FleetUse(Section):
+    """What a job asks of a fleet of shared servers."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the fleet, as `nightshift fleets` lists it."""
+
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Share of the server-seconds, beside those of the other jobs that want servers."""
+
+    min_servers: int = Field(default=0, ge=0)
+    """Servers that are not taken from the job while it works, where the fleet has as many as all jobs ask for so."""
+
+    max_servers: int | None = Field(default=None, ge=1)
+    """Most servers at one time; null: any number."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.max_servers is not None and self.min_servers > self.max_servers:
+            raise ValueError(f"min_servers {self.min_servers} is more than max_servers {self.max_servers}")
+        return self
 
 
 class RolloutConfig(Section):
@@ -47,9 +69,14 @@ class RolloutConfig(Section):
     servers: int = Field(default=1, ge=1)
     """vLLM servers that are started on this machine, each with cores or a GPU, a port and a KV cache of its own."""
 
+    fleet: FleetUse | None = None
+    """A fleet of the job service, whose servers are lent to the job in turns with others: its name, or a section with
+    ``name``, ``weight``, ``min_servers`` and ``max_servers``; null: the job has servers of its own."""
+
     weight_transfer: Literal["auto", "shared_memory", "http", "ipc"] = "auto"
     """How published weights reach the servers: a file in ``resources.weight_store``, a download from the trainer's side
-    (no shared folder is needed), or CUDA IPC; auto: IPC to one server on the same GPUs, HTTP to a server elsewhere."""
+    (no shared folder is needed), or CUDA IPC; auto: IPC to one server on the same GPUs, HTTP to servers elsewhere or
+    of a fleet."""
 
     dtype: DType = "float32"
     """Precision of the server. A bfloat16 server rounds away updates below half a step of the weight."""
@@ -84,11 +111,22 @@ class RolloutConfig(Section):
     """Longest time until a started server answers."""
 
     @property
+    def own_servers(self) -> int:
+        """Servers that are started for the job on this machine."""
+        return self.servers if self.url is None and self.fleet is None else 0
+
+    @property
     def urls(self) -> list[str]:
         """Addresses of the servers that somebody else runs."""
         if self.url is None:
             return []
         return [self.url] if isinstance(self.url, str) else self.url
+
+    @field_validator("fleet", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        """A fleet may be given by its name alone."""
+        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("url")
     @classmethod

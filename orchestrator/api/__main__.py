@@ -24,6 +24,7 @@ from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.api.app import make_app
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.service import Service
+from orchestrator.jobs.fleet_file import read_fleets, register
 from orchestrator.runner.files import raise_limit
 
 TOKEN_FILE = "admin-token"
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--allow-path", type=Path, action="append", default=[])
+    parser.add_argument("--fleets", type=Path)
     parser.add_argument("--no-token", action="store_true")
     parser.add_argument("--drain-seconds", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
@@ -79,8 +81,10 @@ def _serve(arguments: argparse.Namespace) -> int:
             grpc=f"{name}:{arguments.grpc_port}" if arguments.grpc_port is not None else "",
             **settings,
         )
+        fleets = read_fleets(arguments.fleets.expanduser()) if arguments.fleets else {}
         listening = _listen(arguments.host, arguments.port)
         service = Service(config)
+        register(service.fleets, fleets)
         _keep_token(service, data_dir / TOKEN_FILE)
         url = f"http://{name}:{listening.getsockname()[1]}"
         server = _Server(

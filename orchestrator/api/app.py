@@ -21,6 +21,7 @@ from orchestrator.api import (
     routes_access,
     routes_data,
     routes_events,
+    routes_fleets,
     routes_jobs,
     routes_page,
     routes_session,
@@ -81,6 +82,7 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
         routes_data,
         routes_events,
         routes_access,
+        routes_fleets,
         routes_page,
     ):
         app.include_router(module.router)

@@ -21,6 +21,7 @@ from orchestrator.jobs.states import StateConflictError
 from orchestrator.jobs.submission import CodeForbiddenError
 from orchestrator.jobs.uploads import UploadError
 from orchestrator.store.access import UnknownTokenError
+from orchestrator.store.fleets import FleetInUseError, UnknownFleetError
 from orchestrator.store.jobs import IdempotencyError, QuotaError, UnknownJobError
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,10 @@ def status_of(error: NightshiftError) -> tuple[int, str]:
             return 404, "no-such-job"
         case UnknownTokenError():
             return 404, "no-such-token"
+        case UnknownFleetError():
+            return 404, "no-such-fleet"
+        case FleetInUseError():
+            return 409, "fleet-in-use"
         case IdempotencyError():
             return 422, "idempotency-key-reused"
         case QuotaError():

@@ -24,7 +24,7 @@ from orchestrator.api.service import Caller, Reader, Service, ServiceDep, Submit
 from orchestrator.jobs.document import DocumentError, read_document
 from orchestrator.jobs.scheduler import say
 from orchestrator.jobs.states import Call, JobState, ask
-from orchestrator.jobs.submission import body_hash, check_code, prepare, validate
+from orchestrator.jobs.submission import body_hash, check_code, check_fleet, prepare, validate
 from orchestrator.store.access import Scope
 from orchestrator.store.jobs import JobRecord, NewJob
 
@@ -115,6 +115,7 @@ def submit_document(
         return known, False
     spec = validate(document)
     check_code(spec, caller.may(Scope.CODE))
+    check_fleet(spec, [fleet.name for fleet in service.fleets.all()])
     job_id, run_dir, spec = prepare(
         spec, service.config.runs_dir, service.uploads, project, service.policy, service.clock()
     )

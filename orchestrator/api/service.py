@@ -16,11 +16,14 @@ from sqlalchemy import Engine
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.ledgers import Ledgers
 from orchestrator.api.problems import ProblemError
+from orchestrator.jobs.lending import Lender
+from orchestrator.jobs.pulse import Pulse
 from orchestrator.jobs.scheduler import Scheduler, SchedulerConfig
 from orchestrator.jobs.submission import Policy
 from orchestrator.jobs.uploads import Uploads
 from orchestrator.store.access import AccessStore, Scope
 from orchestrator.store.engine import connect
+from orchestrator.store.fleets import FleetStore
 from orchestrator.store.jobs import JobRecord, JobStore
 
 DEFAULT_PROJECT = "default"
@@ -43,18 +46,30 @@ class Service:
         self.jobs = JobStore(self.engine, clock)
         self.access = AccessStore(self.engine, clock)
         self.uploads = Uploads(config.data_dir / "uploads", config.max_upload, config.max_project_uploads)
+        self.fleets = FleetStore(self.engine, clock)
+        self.pulse = Pulse()
         self.policy = Policy(config.allowed, config.weight_store)
+        owner = f"{config.owner_prefix}{uuid.uuid4().hex}"
         self.scheduler = Scheduler(
             self.jobs,
             self.access,
             SchedulerConfig(
-                owner=f"{config.owner_prefix}{uuid.uuid4().hex}",
+                owner=owner,
                 replaces=config.owner_prefix,
                 command=config.command,
                 at_once=config.at_once,
                 tick_s=config.tick_s,
                 lease_s=config.lease_s,
                 ledger_url=config.database_url,
+            ),
+            lender=Lender(
+                self.jobs,
+                self.fleets,
+                self.pulse,
+                owner=owner,
+                replaces=config.owner_prefix,
+                lease_s=config.lease_s,
+                clock=clock,
             ),
         )
         self.ledgers = Ledgers()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nightshift.cli.processes import is_zombie, stat_fields
+from nightshift.wire.lease_file import forget_leases
 
 PROCESS, EXIT = "process.json", "exit.json"
 _START_TIME = 19  # field 22 of /proc/PID/stat, counted from the state
@@ -84,6 +85,7 @@ def forget(run_dir: Path) -> None:
     """Removes what an earlier process wrote about itself."""
     for name in (PROCESS, EXIT):
         (run_dir / name).unlink(missing_ok=True)
+    forget_leases(run_dir)
 
 
 def read_identity(run_dir: Path) -> Identity | None:

@@ -24,6 +24,7 @@ from nightshift.cli.view import RunView
 from nightshift.wire.errors import NightshiftError
 from nightshift.wire.events import EventLog
 from orchestrator.jobs import process
+from orchestrator.jobs.lending import Lender
 from orchestrator.jobs.process import Identity
 from orchestrator.jobs.queue import choose
 from orchestrator.jobs.states import Happening, JobState, Status, Wish, happening, observe, progressed
@@ -88,11 +89,13 @@ class Scheduler:
         access: AccessStore,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
+        lender: Lender | None = None,
     ) -> None:
         self._jobs = jobs
         self._access = access
         self._config = config
         self._clock = clock
+        self._lender = lender
         self._driven: dict[str, _Driven] = {}
         self._wake = threading.Event()
         self._stop = False
@@ -142,6 +145,8 @@ class Scheduler:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        if self._lender is not None:
+            self._lender.close()
         for driven in self._driven.values():
             try:
                 self._jobs.release(driven.record.id, driven.token)
@@ -170,6 +175,8 @@ class Scheduler:
             return
         self._take_over()
         self._start_waiting()
+        if self._lender is not None:
+            self._lender.tick()
 
     # Jobs of an orchestrator that is gone -----------------------------------------------------------------------------
 

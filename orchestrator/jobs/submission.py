@@ -92,6 +92,20 @@ def check_code(spec: JobSpec, may_bring_code: bool) -> None:
         )
 
 
+def check_fleet(spec: JobSpec, fleets: Sequence[str]) -> None:
+    """Checks that the service has the fleet that a job names.
+
+    Args:
+        fleets: names of those that it has.
+
+    Raises:
+        DocumentError: it has not.
+    """
+    if (fleet := spec.rollout.fleet) is not None and fleet.name not in fleets:
+        known = f"it must be one of {', '.join(fleets)}" if fleets else "this service has none"
+        raise _wrong([("rollout.fleet.name", f"is {fleet.name!r}, and there is no such fleet: {known}")])
+
+
 def new_job_id(name: str, now: float) -> str:
     """``<name>-<UTC date>-<UTC time>-<8 hex digits>``."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{os.urandom(4).hex()}"

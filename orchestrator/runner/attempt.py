@@ -21,6 +21,7 @@ from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.critic import Critic
+from orchestrator.runner.engine import EngineAddress
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.exporter import Exporter
 from orchestrator.runner.fleet import Fleet, Limits
@@ -29,6 +30,7 @@ from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
 from orchestrator.runner.inputs import Inputs, make_cursor, steps_sentence
 from orchestrator.runner.ledger import GroupState
+from orchestrator.runner.lent import Lent
 from orchestrator.runner.live import LiveSettings
 from orchestrator.runner.mixed import MixedScorer
 from orchestrator.runner.pipeline import Pipeline
@@ -315,13 +317,16 @@ class Attempt:
     def _fleet(self, services: Services, train: PromptSet, vocabulary: int) -> Fleet:
         rollout, pipeline = self.spec.rollout, self.spec.pipeline
         drains = pipeline.weight_update == "drain"
+        lent = Lent(self.run_dir) if rollout.fleet is not None else None
 
-        def refresh() -> Any:
+        def refresh() -> list[EngineAddress] | None:
             current = read_services(self.run_dir)
+            if lent is not None:  # what is asked back must be let go of, whatever becomes of the other roles
+                return lent.addresses(*(current or services).lent)
             return current.rollout if current else None
 
         return Fleet(
-            services.rollout,
+            refresh() or services.rollout,
             events=self.events,
             refresh=refresh,
             proof=Proof(
@@ -342,6 +347,7 @@ class Attempt:
             ),
             refill=Refill(rollout.n, adaptive=rollout.refill == "adaptive" and not pipeline.deterministic),
             ask_restart=lambda address, cause: ask_restart(self.run_dir, address.name, address.incarnation, cause),
+            lending=lent,
         )
 
     def _summarise(self, stepper: Stepper) -> None:

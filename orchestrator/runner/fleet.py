@@ -25,7 +25,7 @@ from orchestrator.runner.health import ServerState
 from orchestrator.runner.prefix import completed, join, rest
 from orchestrator.runner.published import Published
 from orchestrator.runner.refill import Refill
-from orchestrator.runner.roster import Roster
+from orchestrator.runner.roster import Lending, Roster
 from orchestrator.runner.server import Proof, Server
 from orchestrator.runner.trainer import Publication
 from orchestrator.runner.turnstile import Turnstile
@@ -70,6 +70,7 @@ class Fleet:
         proof: how a server proves that weights arrived.
         refill: how many requests the servers get at once.
         ask_restart: asks for another start of a server that hangs, with the reason.
+        lending: who lends the servers: then it is nobody's fault that there is none; None: they are the run's own.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Fleet:
         limits: Limits,
         refill: Refill | None = None,
         ask_restart: Callable[[EngineAddress, str], None] = lambda address, cause: None,
+        lending: Lending | None = None,
     ) -> None:
+        self._lending = lending
         self._events = events
         self._proof = proof
         self._limits = limits
@@ -94,7 +97,7 @@ class Fleet:
         def make(address: EngineAddress) -> Server:
             return Server(address, limits.request_timeout_s, limits.flush_tokens, limits.stall_timeout_s)
 
-        self._roster = Roster(addresses, make, events, self._refill.forget)
+        self._roster = Roster(addresses, make, events, self._refill.forget, lending)
         self._watcher = Watcher(
             self._roster,
             self._published,
@@ -145,6 +148,8 @@ class Fleet:
 
     def start(self) -> None:
         """Begins to look after the servers."""
+        if self._lending is not None:
+            self._lending.begin()
         self._watcher.start()
 
     async def close(self) -> None:
@@ -154,6 +159,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._late, return_exceptions=True)
         await self._roster.close()
+        if self._lending is not None:
+            self._lending.end()
 
     async def generate(
         self, request: GenerateRequest, retry_span: Callable[[int], AbstractContextManager[str]] | None = None
@@ -176,7 +183,10 @@ class Fleet:
         attempt, pause = 0, 0.1
         prefix: Generated | None = None
         while True:
+            asked = time.monotonic()
             server = await self._acquire(deadline)
+            if self._lending is not None:  # to wait for others costs no patience
+                deadline += time.monotonic() - asked
             if prefix is not None and self._too_old(prefix):
                 prefix = None
             span = retry_span(attempt) if retry_span and attempt else nullcontext(request.traceparent)
@@ -199,6 +209,8 @@ class Fleet:
             except (EngineAwayError, RoleTimeoutError) as error:
                 self._watcher.suspect(server, error)
                 prefix = self._keep(prefix, getattr(error, "partial", None), held)
+                if self._lending is not None and not self._roster.has(server):  # asked back, and no fault of its own
+                    deadline = time.monotonic() + self._limits.away_s
                 if time.monotonic() + pause > deadline:
                     raise RoleTimeoutError(
                         f"{request.request_id} had no answer for {self._limits.away_s:g} s; last: {error.message}",
@@ -237,6 +249,8 @@ class Fleet:
         late = [server for task, server in pushes.items() if not task.done()]
         if pauses:
             for server, cause in {**failed, **dict.fromkeys(late, "it takes longer than the others")}.items():
+                if not self._roster.has(server):
+                    continue  # it has left meanwhile
                 message = f"{server.name} is left out until it holds the weights: {cause}"
                 self._events.append("warning", role="rollout", message=message)
             return max(pauses)
@@ -363,6 +377,8 @@ class Fleet:
 
     async def _went_away(self, server: Server, error: BaseException) -> bool:
         """Whether a push failed because the server is gone or hangs, and not because it did not take the weights."""
+        if not self._roster.has(server):
+            return True
         if isinstance(error, EngineAwayError) and error.lost:
             return True
         if isinstance(error, RoleTimeoutError) and server.address.managed:
@@ -371,11 +387,16 @@ class Fleet:
 
     async def _wait_for_return(self, publication: Publication, cause: str) -> float:
         began = time.monotonic()
+        if self._nothing_lent:
+            return 0.0
         self._events.append("role", role="rollout", state="suspect", detail=f"waited for: {cause}")
         try:
             async with asyncio.timeout(self._limits.away_s), self._changed:
                 await self._changed.wait_for(
-                    lambda: any(server.health.version == publication.version for server in self._roster.usable)
+                    lambda: (
+                        self._nothing_lent
+                        or any(server.health.version == publication.version for server in self._roster.usable)
+                    )
                 )
         except TimeoutError:
             raise RoleTimeoutError(
@@ -385,6 +406,11 @@ class Fleet:
             ) from None
         return time.monotonic() - began
 
+    @property
+    def _nothing_lent(self) -> bool:
+        """Whether others have all servers: whoever gets one later is brought to the published weights first."""
+        return self._lending is not None and self._lending.empty
+
     async def _acquire(self, deadline: float) -> Server:
         if usable := self._roster.usable:
             return self._least_loaded(usable)
@@ -392,6 +418,8 @@ class Fleet:
             while True:
                 if usable := self._roster.usable:
                     return self._least_loaded(usable)
+                if self._nothing_lent:
+                    deadline = max(deadline, time.monotonic() + self._limits.away_s)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Protocol
 
 from nightshift.wire.events import EventLog
 from orchestrator.runner.engine import EngineAddress
 from orchestrator.runner.server import Server
+
+
+class Lending(Protocol):
+    """Who lends servers to a run: :class:`orchestrator.runner.lent.Lent`."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is lent now, and that is nobody's fault."""
+
+    def begin(self) -> None:
+        """Servers are wanted."""
+
+    def end(self) -> None:
+        """No server is used any more."""
+
+    def patience(self, address: EngineAddress) -> float:
+        """Seconds for which requests may end on a server that has left."""
+
+    def left(self, address: EngineAddress) -> None:
+        """A server that has left is not used any more."""
 
 
 class Roster:
@@ -15,7 +37,8 @@ class Roster:
 
     Args:
         make: makes a server of an address.
-        left: is told of each server that is not used any more, under its name.
+        left: is told of each server that gets no work any more, under its name.
+        lending: who lends the servers; None: they are the run's own.
     """
 
     def __init__(
@@ -24,10 +47,12 @@ class Roster:
         make: Callable[[EngineAddress], Server],
         events: EventLog,
         left: Callable[[str], None],
+        lending: Lending | None = None,
     ) -> None:
         self._make = make
         self._events = events
         self._left = left
+        self._lending = lending
         self._servers = {address.name: make(address) for address in addresses}
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -43,11 +68,16 @@ class Roster:
         """Whether this start of the server is the one that is listed now."""
         return self._servers.get(server.name) is server
 
-    def update(self, addresses: Iterable[EngineAddress]) -> None:
+    def update(self, addresses: Iterable[EngineAddress]) -> bool:
         """Takes what is listed now: further servers, other starts of known ones; those that are missing have left.
 
-        A server that left gets no new work. Its requests end there, or go on elsewhere where it ends first.
+        A server that left gets no new work. Its requests end there, or go on elsewhere where it ends first; on one that
+        was lent, they may end for a while and are then broken off.
+
+        Returns:
+            Whether there are other servers than before.
         """
+        before = set(self._servers.values())
         listed = {address.name: address for address in addresses}
         for name in self._servers.keys() - listed.keys():
             server = self._servers.pop(name)
@@ -63,6 +93,7 @@ class Roster:
                 known.health.retire()
                 known.engine.break_off("it was started again")
                 self._close_later(known)
+        return before != set(self._servers.values())
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -74,14 +105,20 @@ class Roster:
 
     def _close_later(self, server: Server) -> None:
         self._left(server.name)
-        task = asyncio.create_task(_close_when_idle(server))
+        task = asyncio.create_task(self._close_when_idle(server))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-
-async def _close_when_idle(server: Server) -> None:
-    try:
-        await server.idle.wait()
-        await server.pushing.acquire()  # a push that is under way comes to its end
-    finally:
-        await server.engine.close()
+    async def _close_when_idle(self, server: Server) -> None:
+        try:
+            if self._lending is not None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(server.idle.wait(), self._lending.patience(server.address))
+                if server.running:
+                    server.engine.break_off("it was asked back")
+            await server.idle.wait()
+            await server.pushing.acquire()  # a push that is under way comes to its end
+        finally:
+            await server.engine.close()
+            if self._lending is not None:
+                self._lending.left(server.address)

@@ -55,6 +55,8 @@ class Services:
     metrics: list[str] = field(default_factory=list)  # host:port of further processes that Prometheus can scrape
     teacher: ScorerAddress | None = None
     critic: ScorerAddress | None = None
+    #: Of servers that the run is lent: the engine that takes weights, and where these come from.
+    lent: tuple[str, dict[str, Any]] = ("safetensors", {})
 
 
 def read_services(run_dir: Path) -> Services | None:
@@ -78,7 +80,7 @@ def read_services(run_dir: Path) -> Services | None:
     rewards = [
         ScorerAddress(item["name"], item["url"], item["application"], item.get("token", "")) for item in raw["rewards"]
     ]
-    trainer = raw.get("trainer")
+    trainer, lent = raw.get("trainer"), raw.get("lent") or {}
     reference, teacher, critic = (
         ScorerAddress(role, found["url"], found["application"], found.get("token", ""))
         if (found := raw.get(role))
@@ -93,6 +95,7 @@ def read_services(run_dir: Path) -> Services | None:
         list(raw.get("metrics") or []),
         teacher,
         critic,
+        (lent.get("weight_backend", "safetensors"), dict(lent.get("init_info") or {})),
     )
 
 

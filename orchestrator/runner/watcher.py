@@ -94,7 +94,8 @@ class Watcher:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            self._read_addresses()
+            if self._read_addresses():
+                await self._changed()
             now = time.monotonic()
             servers = list(self._roster)
             ask_load = now - self._asked_load >= max(_LOAD_S, _LOAD_EACH_S * len(servers))
@@ -118,16 +119,15 @@ class Watcher:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._tell(key[1], "suspect", f"{type(error).__name__}: {error}")
 
-    def _read_addresses(self) -> None:
+    def _read_addresses(self) -> bool:
         try:
             listed = self._refresh()
         except (KeyError, TypeError, ValueError) as error:
             if (text := f"addresses of the services: {error!r}") != self._told:
                 self._told = text
                 self._events.append("warning", role="agent", message=text)
-            return
-        if listed is not None:
-            self._roster.update(listed)
+            return False
+        return listed is not None and self._roster.update(listed)
 
     async def _repair(self, server: Server) -> None:
         """Brings a server that is not healthy to the published weights, if it answers."""

@@ -220,6 +220,12 @@ class JobStore:
         with self._engine.begin() as connection:
             return [_record(row) for row in connection.execute(query)]
 
+    def of_project(self, project: str, job_ids: Iterable[str]) -> set[str]:
+        """Of these jobs, those of a project."""
+        query = select(jobs.c.id).where(jobs.c.project == project, jobs.c.id.in_(list(job_ids)))
+        with self._engine.begin() as connection:
+            return set(connection.execute(query).scalars())
+
     def counts(self) -> dict[str, int]:
         """Jobs by state."""
         with self._engine.begin() as connection:

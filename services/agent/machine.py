@@ -94,7 +94,7 @@ def check_store_room(spec: JobSpec, folder: Path) -> None:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
     sizes = [spec.rollout.dtype] * _COPIES
-    if spec.rollout.url is None and spec.rollout.weight_transfer == "http":
+    if spec.rollout.own_servers and spec.rollout.weight_transfer == "http":
         # What each server has fetched, and what it is fetching.
         sizes += [spec.rollout.dtype] * 2 * spec.rollout.servers
     if spec.scorers.critic:

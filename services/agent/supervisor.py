@@ -152,7 +152,7 @@ class Supervisor:
             self._weights.start()
         if spec.is_preference or "rollout" not in here:
             pass  # nothing is sampled, or by servers that this agent has nothing to do with
-        elif spec.rollout.url is None:
+        elif spec.rollout.own_servers:
             shares = machine.split_cores(cores.rollout, spec.rollout.servers)
             chosen = gpus.servers(spec.rollout.servers) if gpus else [None] * spec.rollout.servers
             servers = [
@@ -312,6 +312,8 @@ class Supervisor:
             "reference": deployed.get("reference"),
             "teacher": deployed.get("teacher"),
             "critic": deployed.get("critic"),
+            # For servers that the job is lent while it works, which are not listed here.
+            "lent": {"weight_backend": "safetensors", "init_info": source},
             "trainer": self._trainer.entry() if self._trainer else None,
             "metrics": self._cluster.metrics if self._cluster else [],
             # For an agent that starts the trainer for another host.
