@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--drain-seconds", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--command", default="", help=argparse.SUPPRESS)  # JSON; for tests
+    parser.add_argument("--tick-s", type=float, default=0.5, help=argparse.SUPPRESS)  # for tests
     arguments = parser.parse_args()
     logs.setup("orchestrator")
     try:
@@ -79,6 +80,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             allowed=[path.expanduser().resolve() for path in arguments.allow_path],
             at_once=arguments.at_once,
             grpc=f"{name}:{arguments.grpc_port}" if arguments.grpc_port is not None else "",
+            tick_s=arguments.tick_s,
             **settings,
         )
         fleets = read_fleets(arguments.fleets.expanduser()) if arguments.fleets else {}

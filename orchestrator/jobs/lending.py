@@ -113,9 +113,13 @@ class Lender:
     def _lend(self, fleet: Fleet, books: _Books, records: list[JobRecord]) -> None:
         now = self._clock()
         answers = {record.id: read_released(Path(record.run_dir)) for record in records}
-        members = [Member(server.name, self._pulse.healthy(server.url)) for server in fleet.servers]
         claims = [claim_of(record, answers[record.id]) for record in records]
         records_of = self._fleets.open_leases(fleet.name)
+        lent = {lease.server for lease in records_of}
+        members = [  # a server that is at work is not taken away because this process has just begun to ask
+            Member(server.name, self._pulse.healthy(server.url, unasked=server.name in lent))
+            for server in fleet.servers
+        ]
         nothing = Released()
         leases = [
             as_lease(lease, released=lease.number in answers.get(lease.job_id, nothing).leases) for lease in records_of

@@ -25,7 +25,7 @@ class Pulse:
     def __init__(self, every_s: float = _EVERY_S) -> None:
         self._every_s = every_s
         self._urls: frozenset[str] = frozenset()
-        self._misses: dict[str, int] = {}  # in a row; a server that never answered is not listed
+        self._misses: dict[str, int] = {}  # in a row; one that was not asked yet is not listed
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -36,9 +36,10 @@ class Pulse:
             self._thread = threading.Thread(target=self._run, name="fleet-pulse", daemon=True)
             self._thread.start()
 
-    def healthy(self, url: str) -> bool:
-        """Whether a server answers."""
-        return self._misses.get(url, _MISSES) < _MISSES
+    def healthy(self, url: str, *, unasked: bool = False) -> bool:
+        """Whether a server answers; ``unasked``, where it was not asked yet."""
+        misses = self._misses.get(url)
+        return unasked if misses is None else misses < _MISSES
 
     def close(self) -> None:
         """Ends it."""
@@ -51,10 +52,8 @@ class Pulse:
             while not self._stop.is_set():
                 urls = self._urls
                 for url, answered in zip(urls, pool.map(lambda url: _answers(client, url), urls), strict=True):
-                    if answered:
-                        self._misses[url] = 0
-                    elif url in self._misses:
-                        self._misses[url] += 1
+                    # One that does not answer the first question was away before.
+                    self._misses[url] = 0 if answered else self._misses.get(url, _MISSES) + 1
                 for gone in self._misses.keys() - urls:
                     del self._misses[gone]
                 self._stop.wait(self._every_s)

@@ -38,9 +38,7 @@ class LentRun(FakeRun):
         """The agent lists no server of its own."""
         super().write_services()
         path = self.run_dir / "services.json"
-        init_info = {"root": str(self.engine.store)}
-        found = json.loads(path.read_text()) | {"rollout": [], "weights": {"init_info": init_info}}
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rollout": []}))
 
     def lend(self, engine: FakeEngine, lease: int) -> None:
         self.lent[lease] = (engine, None)

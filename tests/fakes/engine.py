@@ -166,6 +166,7 @@ class FakeEngine:
         self.weights = policy.base_bias()
         self.version = BASE_VERSION
         self._initialised = False
+        self._root = self.store
         self._session: np.ndarray | bool | None = None
         self._go = asyncio.Event()  # decoding goes on
         self._go.set()
@@ -338,6 +339,7 @@ class FakeEngine:
                 self._open.set()
             case "/init_weight_transfer_engine":
                 self._initialised = True
+                self._root = Path(request.body["init_info"].get("root", self.store))  # of whoever has it now
             case "/start_weight_update":
                 if not self._initialised:
                     raise Refused(500, "the weight transfer engine was not initialised")
@@ -349,7 +351,7 @@ class FakeEngine:
                     raise Refused(500, "called without a matching start")
                 self.updates += 1
                 if not (fault and fault.kind == "noop"):
-                    file = self.store / str(request.body["update_info"]["path"])
+                    file = self._root / str(request.body["update_info"]["path"])
                     self._session = np.load(file, allow_pickle=False)
             case "/finish_weight_update":
                 if self._session is None:

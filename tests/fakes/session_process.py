@@ -1,4 +1,7 @@
-"""Plays ``nightshift run JOB --resume FOLDER --json``: the real runner, between fake services in this process."""
+"""Plays ``nightshift run JOB --resume FOLDER --json``: the real runner, between fake services in this process.
+
+With a fleet, its rollout servers are processes of their own, and are lent to it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from nightshift.config.load import read_resolved
+from orchestrator.runner import watcher
 from orchestrator.runner.job import Job
 from tests.fakes.engine import FakeEngine
 from tests.fakes.run import FakeRun
@@ -22,7 +26,9 @@ async def run(folder: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="ns-fake-") as store:
         fake: FakeRun = object.__new__(FakeRun)  # on a folder and a job that are there already
         fake.run_dir, fake.spec = folder, read_resolved(folder / "job.yaml")
-        fake.engines = [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
+        lent = fake.spec.rollout.fleet is not None  # the servers are those of the service's fleet
+        watcher._LOOK_S = 0.05 if lent else watcher._LOOK_S  # leases of the tests are short
+        fake.engines = [] if lent else [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
         fake.scorers, fake.trainer, fake.reference_url = FakeScorers(), FakeTrainer(Path(store)), ""
         async with fake:
             job = Job(folder, 0)
