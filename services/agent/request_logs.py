@@ -2,13 +2,14 @@
 
 A server on another host cannot write into the run's folder, so that its log (:mod:`nightshift.wire.request_log`) is
 fetched while it goes on: from where it ended when this run began, since a long-lived server also serves other runs.
+That of a server that the run is lent is fetched from a piece before its end, as it was when the lease was first seen.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ from typing import Any
 import httpx
 
 from nightshift.wire.events import EventLog
+from nightshift.wire.lease_file import LeasedServer
 from nightshift.wire.request_log import log_path
 from nightshift.wire.rollout import LOG_ID, LOG_SIZE, REQUESTS
 
 _POLL_S = 2.0
 _CALL_S = 10.0
+#: Bytes before the end of the log of a server that was lent a moment ago: many times what it writes between two looks.
+_BACK = 8 << 20
 
 
 @dataclass(slots=True)
 class _Place:
-    """Up to where a server's log was copied: byte ``at`` of ``file``; "": nothing was asked yet."""
+    """Up to where a server's log was copied: byte ``at`` of ``file``; "": nothing was asked yet.
+
+    ``inside``: whether that may be within a line, whose rest is left out.
+    """
 
     file: str = ""
     at: int = 0
+    inside: bool = False
 
 
 class RequestLogs:
@@ -37,10 +45,19 @@ class RequestLogs:
     Args:
         servers: entries of ``services.json``: name, url, token.
         logs: the run's folder of logs.
+        lent: servers that the run has now and does not keep.
     """
 
-    def __init__(self, servers: Sequence[dict[str, Any]], logs: Path, events: EventLog) -> None:
+    def __init__(
+        self,
+        servers: Sequence[dict[str, Any]],
+        logs: Path,
+        events: EventLog,
+        lent: Callable[[], Sequence[LeasedServer]] = list,
+    ) -> None:
         self._servers = list(servers)
+        self._lent = lent
+        self._had: dict[str, dict[str, Any]] = {}  # lent at the last look
         self._logs = logs
         self._events = events
         self._silent: set[str] = set()  # servers that keep no log, said once
@@ -63,7 +80,12 @@ class RequestLogs:
 
     def copy(self) -> None:
         """One round over all servers; one that is away is asked again in the next."""
-        for server in self._servers:
+        try:
+            now = {one.name: {"name": one.name, "url": one.url, "token": one.token} for one in self._lent()}
+        except (OSError, ValueError, TypeError):
+            now = self._had
+        lent, self._had = {**self._had, **now}, now  # once more after it was given back
+        for server in (*self._servers, *lent.values()):
             try:
                 while self._copy(server):
                     pass
@@ -90,11 +112,13 @@ class RequestLogs:
         if place.file and found != place.file:
             place = _Place(found, 0)  # it was begun anew: all of it is of this run's time
         elif not place.file:
-            place = _Place(found, size)
+            back = min(size, _BACK) if name in self._had else 0
+            place = _Place(found, size - back, inside=0 < back < size)
         elif answer.content:
+            whole = answer.content.partition(b"\n")[2] if place.inside else answer.content
             with log_path(self._logs, name).open("ab") as file:
-                file.write(answer.content)
-            place.at += len(answer.content)
+                file.write(whole)
+            place.at, place.inside = place.at + len(answer.content), False
         else:
             return False
         part = marks.with_suffix(".tmp")

@@ -24,6 +24,7 @@ from nightshift.transfer import Transfer, weight_backend, weight_transfer
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
+from nightshift.wire.lease_file import read_leases
 from nightshift.wire.restart_request import take_restart
 from services.agent import leftovers, machine
 from services.agent.background import Background
@@ -182,7 +183,9 @@ class Supervisor:
             self._rollout.begin(time.monotonic())
         else:
             self._external_rollout = [external_server(at, url) for at, url in enumerate(spec.rollout.urls)]
-            self._logs = RequestLogs(self._external_rollout, self._run_dir / "logs", self._events)
+            self._logs = RequestLogs(
+                self._external_rollout, self._run_dir / "logs", self._events, lambda: read_leases(self._run_dir)
+            )
             self._logs.start()
 
         self._role = "agent"

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from nightshift.wire.events import EventLog, read_events
+from nightshift.wire.lease_file import LeasedServer
 from nightshift.wire.request_log import hash_ids, read_logs
 from services.agent.request_logs import RequestLogs
 from services.rollout.guard import TOKEN_VARIABLE, Guard
@@ -122,6 +123,49 @@ def test_a_server_that_keeps_no_log_is_named_once(server: tuple[Server, str], tm
     (warning,) = read_events(tmp_path / "events.jsonl")
     assert "rollout-0" in warning["message"]
     assert "cannot prove" in warning["message"]
+
+
+def test_the_log_of_a_server_that_is_lent_is_copied_while_the_run_has_it(
+    server: tuple[Server, str], tmp_path: Path
+) -> None:
+    """What was served between the lease and the first look at it counts; what comes after its end does not."""
+    made, url = server
+    (tmp_path / "logs").mkdir()
+    lent: list[LeasedServer] = []
+    copied = RequestLogs([], tmp_path / "logs", EventLog(tmp_path / "events.jsonl", "run"), lambda: lent)
+    copied.copy()
+    made.serve("other.g0000000.0.0")
+    made.serve("run.g0000000.0.0")
+    lent.append(LeasedServer("s0", url, 1, TOKEN))
+    copied.copy()
+    made.serve("run.g0000000.1.0")
+    lent.clear()
+    copied.copy()
+    made.serve("other.g0000000.1.0")
+    copied.copy()
+    mine = [request for request in requests(tmp_path) if request.startswith("run.")]
+    assert mine == ["run.g0000000.0.0", "run.g0000000.1.0"]
+    assert "other.g0000000.1.0" not in requests(tmp_path)
+    lent.append(LeasedServer("s0", url, 3, TOKEN))
+    made.serve("run.g0000001.0.0")
+    copied.copy()
+    assert [request for request in requests(tmp_path) if request.startswith("run.")] == [*mine, "run.g0000001.0.0"]
+    assert read_logs(tmp_path / "logs").unreadable == []
+
+
+def test_of_a_long_log_only_whole_lines_are_taken(
+    server: tuple[Server, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, url = server
+    for at in range(20):
+        made.serve(f"run.g{at:07}.0.0")
+    monkeypatch.setattr("services.agent.request_logs._BACK", 1000)
+    (tmp_path / "logs").mkdir()
+    lent = [LeasedServer("s0", url, 1, TOKEN)]
+    RequestLogs([], tmp_path / "logs", EventLog(tmp_path / "events.jsonl", "run"), lambda: lent).copy()
+    assert 1 <= len(requests(tmp_path)) < 20
+    assert requests(tmp_path)[-1] == "run.g0000019.0.0"
+    assert read_logs(tmp_path / "logs").unreadable == []
 
 
 def test_without_its_token_a_server_tells_nothing(server: tuple[Server, str], tmp_path: Path) -> None:

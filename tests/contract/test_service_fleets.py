@@ -20,6 +20,7 @@ import pytest
 from nightshift.analysis.audit import audit
 from nightshift.analysis.evidence import load
 from nightshift.client import Client
+from nightshift.wire.events import read_events
 from orchestrator.store.access import Scope
 from tests.fakes.run import DEFAULTS, rows
 from tests.fakes.service import job, serve
@@ -250,7 +251,7 @@ def test_kill_9_with_ten_jobs_on_three_servers(inputs: Path, tmp_path: Path) -> 
             leases = all_leases(client)
         check_no_overlap(leases)
         assert {lease["job_id"] for lease in leases} == set(ids)
-        lost = {lease["job_id"] for lease in leases if lease["ended_why"] == "the job has no process"}
-        assert victim.name in lost
+        starts = [event for event in read_events(victim / "events.jsonl") if event.get("state") == "starting"]
+        assert len([event for event in starts if event["kind"] == "job"]) == 2, "its run was taken up again"
         for job_id in ids:
             check_run(up.folder / "runs" / job_id, shared.folder)

@@ -145,7 +145,7 @@ class FakeRun:
             "rewards": rewards,
             "reference": reference,
             "critic": None,
-            "weights": {"weight_backend": "safetensors", "init_info": {"root": str(self.trainer.store)}},
+            "lent": {"weight_backend": "safetensors", "init_info": {"root": str(self.trainer.store)}},
             "trainer": {"url": self.trainer.url, "incarnation": str(self.trainer.incarnation)},
         }
         part = self.run_dir / "services.tmp"
