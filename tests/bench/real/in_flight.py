@@ -97,6 +97,7 @@ def show(record: Record) -> str:
                 statistics.median(run["mean_stage"]["pause"] for run in runs) if runs else None,
                 record.median(arm, "usual_gap"),
                 [run["report"]["slots"]["occupancy"] for run in runs],
+                record.median(arm, "log_ratio"),
             )
         )
     head = (
@@ -107,7 +108,7 @@ def show(record: Record) -> str:
         "s without a token",
         "s from pause to resume",
     )
-    return table((*head, "s between tokens", "u"), rows)
+    return table((*head, "s between tokens", "u", "mean |log ratio|"), rows)
 
 
 def main() -> None:
