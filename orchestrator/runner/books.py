@@ -85,7 +85,7 @@ class Books:
     async def roll_back(self, step: int, ready: frozenset[int]) -> None:
         """Goes back to the commit of ``step``."""
         await self._write(self.ledger.roll_back(step, ready))
-        self.ledger.check()
+        self.ledger.recount()
 
     async def flush(self) -> None:
         """Writes everything that was noted, also by callers that were cancelled: a commit must never know more than
@@ -93,7 +93,9 @@ class Books:
 
         Raises:
             FencedError: another process drives the run now; this one may not commit.
+            LedgerError: the ledger's counters and its records disagree.
         """
+        self.ledger.recount()
         self._open.clear()
         try:
             await self._do(lambda: self._store.check_fence(self._run_id))

@@ -122,9 +122,10 @@ class Ledger:
             LedgerError: a group is not ready.
         """
         indices = list(indices)
+        counts = Counter(indices)
         for index in indices:
             record = self.records.get(index)
-            if record is None or record.state is not GroupState.READY or indices.count(index) > 1:
+            if record is None or record.state is not GroupState.READY or counts[index] > 1:
                 state = "unknown" if record is None else record.state
                 raise LedgerError(f"group {index} is {state} and cannot be trained by step {step}", role="orchestrator")
         return [self.move(index, GroupState.TRAINED, step=step, lineage=lineage) for index in indices]
@@ -159,12 +160,22 @@ class Ledger:
     def check(self) -> None:
         """Checks ``issued = trained + dropped_stale + dropped_filtered + failed + cancelled + in_flight``.
 
+        By its counters, whatever the number of groups: for each step.
+
         Raises:
             LedgerError: the books do not balance; the message holds the terms.
         """
         terms = self.balance()
         if terms["issued"] != sum(value for name, value in terms.items() if name != "issued"):
             raise LedgerError(f"the ledger is out of balance: {terms}", role="orchestrator")
+
+    def recount(self) -> None:
+        """Checks the equation, and its counters against each record: for each commit.
+
+        Raises:
+            LedgerError: the books do not balance, or a counter is wrong.
+        """
+        self.check()
         if Counter(record.state for record in self.records.values()) != +self.counts:
             raise LedgerError(
                 f"the ledger's counters disagree with its records: {dict(self.counts)}", role="orchestrator"

@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 from nightshift.wire.errors import RoleTimeoutError
 from nightshift.wire.events import EventLog, read_events
 from orchestrator.runner.books import Books
-from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger, LedgerError
 from orchestrator.store.state import FencedError
 
 
@@ -69,6 +69,17 @@ def record(index: int) -> GroupRecord:
 async def cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_nothing_is_committed_where_the_counters_are_wrong(tmp_path: Path) -> None:
+    store = MemoryStore()
+    books = make_books(tmp_path, store)
+    await books.issue(record(0), record(1))
+    books.ledger.counts[GroupState.RUNNING] -= 1
+    books.ledger.counts[GroupState.FAILED] += 1
+    with pytest.raises(LedgerError, match="disagree with its records"):
+        await books.flush()
+    books.close()
 
 
 async def test_what_a_cancelled_caller_noted_is_written_before_a_commit(tmp_path: Path) -> None:

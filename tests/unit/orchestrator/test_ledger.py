@@ -59,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def balanced(self) -> None:
-        self.ledger.check()
+        self.ledger.recount()
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -100,6 +100,17 @@ def test_a_planted_imbalance_is_found() -> None:
     ledger.counts[GroupState.FAILED] += 1
     with pytest.raises(LedgerError, match="out of balance"):
         ledger.check()
+    with pytest.raises(LedgerError, match="out of balance"):
+        ledger.recount()
+
+
+def test_counters_that_balance_and_are_wrong_are_found_by_a_recount() -> None:
+    ledger = Ledger.of([record(0), record(1)])
+    ledger.counts[GroupState.RUNNING] -= 1
+    ledger.counts[GroupState.FAILED] += 1
+    ledger.check()
+    with pytest.raises(LedgerError, match="disagree with its records"):
+        ledger.recount()
 
 
 @given(st.integers(0, 10), st.integers(0, 10))
