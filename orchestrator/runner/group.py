@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -331,7 +332,7 @@ def combine_rewards(
             sample.reward = None
             sample.reward_error = f"{result.get('error_type') or 'none'}: {result.get('error', '')}".strip()
             return
-        if not isinstance(score, int | float) or isinstance(score, bool) or not np.isfinite(score):
+        if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
             raise NightshiftError(
                 f"{name} answered {score!r} for {sample.sample_id}: expected a finite float", role="reward"
             )

@@ -5,6 +5,8 @@
 ``cores``   admission, plan of an update, ledger and refill alone, per prompt group, at 1,024 to 16,384 in flight.
 ``ratio``   synchronous and asynchronous steps at 256 engines and 16,384 prompt groups in flight, on a virtual clock.
 ``knee``    the same over staleness bounds, at a quarter of the size.
+``streaming``  updates that begin with the groups that are ready beside those that wait for the whole batch, over bounds,
+               at a sixteenth of the size. A part of an update costs what its tokens cost.
 ``cost``    the orchestrator in a process of its own, with HTTP, gRPC and SQL, on a scaled clock: CPU, memory.
 ``table``   prints the results in FILE.
 
@@ -86,7 +88,9 @@ def balanced(engines: int, batch: int, n: int) -> tuple[Scale, StageTimes]:
 # On a virtual clock ---------------------------------------------------------------------------------------------------
 
 
-def settings(batch: int, n: int, eta: int | None, steps: int, in_flight: int) -> dict[str, Any]:
+def settings(
+    batch: int, n: int, eta: int | None, steps: int, in_flight: int, *, streaming: bool = False
+) -> dict[str, Any]:
     """A job's settings."""
     return {
         "rollout": {"batch_size": batch, "n": n, "flush_tokens": 1024},
@@ -95,7 +99,7 @@ def settings(batch: int, n: int, eta: int | None, steps: int, in_flight: int) ->
         # Without a bound nothing but this holds the number in flight.
         "pipeline": {
             "max_staleness": eta,
-            "streaming": False,
+            "streaming": streaming,
             "max_groups_in_flight": in_flight if eta is None else None,
         },
         "tracking": {"tensorboard": False, "rollouts": False},
@@ -142,12 +146,21 @@ def pace(applied: list[float], eta: int | None) -> float:
     return (applied[-1] - applied[warm]) / (len(applied) - 1 - warm)
 
 
-def arm(engines: int, batch: int, n: int, eta: int | None, in_flight: int, steps: int | None = None) -> dict[str, Any]:
+def arm(
+    engines: int,
+    batch: int,
+    n: int,
+    eta: int | None,
+    in_flight: int,
+    steps: int | None = None,
+    *,
+    streaming: bool = False,
+) -> dict[str, Any]:
     """One run on a virtual clock, beside what the model says."""
     scale, times = balanced(engines, batch, n)
     steps = steps or (4 if eta == 0 else WARM + STEPS + 1)
     began, cpu = time.monotonic(), time.process_time()
-    result = run_virtual(_virtual(scale, settings(batch, n, eta, steps, in_flight)), TICK_S)
+    result = run_virtual(_virtual(scale, settings(batch, n, eta, steps, in_flight, streaming=streaming)), TICK_S)
     tokens = sum(result["ages"].values())
     late = 0 if eta is None else sum(count for age, count in result["ages"].items() if not 0 <= int(age) <= eta)
     return {
@@ -364,6 +377,8 @@ def table(results: dict[str, Any]) -> str:
                 f"{value['peak_in_flight']} in flight, {value['tokens_beyond_bound']} of {value['trained_tokens']} "
                 "tokens beyond the bound"
             )
+    for name, value in results.get("streaming", {}).items():
+        lines.append(f"stream eta {name}: {value['step_s']:8.2f} s a step")
     for name, value in results.get("cost", {}).items():
         lines.append(
             f"cost   {name}: {value['cpu_ms_per_group']:.2f} ms per group, busy {value['busy_share']:.0%} of a core, "
@@ -380,7 +395,7 @@ def _bound(text: str) -> int | None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["cores", "ratio", "knee", "cost", "table"])
+    parser.add_argument("part", choices=["cores", "ratio", "knee", "streaming", "cost", "table"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--eta", type=_bound, nargs="*", help="only these bounds; 'none' for none")
     parser.add_argument("--engines", type=int)
@@ -401,6 +416,14 @@ def main() -> None:
         for eta in options.eta or bounds:
             value = arm(engines, batch, options.samples or 2, eta, 8 * batch, options.steps)
             note(options.out, options.part, "none" if eta is None else str(eta), value)
+    elif options.part == "streaming":
+        engines, batch = options.engines or ENGINES // 16, options.batch or BATCH // 16
+        for eta in options.eta or (0, 1, 2):
+            for streaming in (False, True):
+                value = arm(
+                    engines, batch, options.samples or 4, eta, 8 * batch, options.steps or 12, streaming=streaming
+                )
+                note(options.out, "streaming", f"{eta}, {'streamed' if streaming else 'whole batches'}", value)
     elif options.part == "cost":
         engines, batch = options.engines or ENGINES, options.batch or BATCH
         (eta,) = options.eta or (7,)
