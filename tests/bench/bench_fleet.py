@@ -5,8 +5,8 @@
 ``cores``   admission, plan of an update, ledger and refill alone, per prompt group, at 1,024 to 16,384 in flight.
 ``ratio``   synchronous and asynchronous steps at 256 engines and 16,384 prompt groups in flight, on a virtual clock.
 ``knee``    the same over staleness bounds, at a quarter of the size.
-``streaming``  updates that begin with the groups that are ready beside those that wait for the whole batch, over bounds,
-               at a sixteenth of the size. A part of an update costs what its tokens cost.
+``streaming``  updates that begin with the groups that are ready beside those that wait for the whole batch, over
+            bounds, at a sixteenth of the size. A part of an update costs what its tokens cost.
 ``cost``    the orchestrator in a process of its own, with HTTP, gRPC and SQL, on a scaled clock: CPU, memory.
 ``table``   prints the results in FILE.
 

@@ -244,6 +244,12 @@ async def test_a_push_below_a_request_gives_two_spans_with_the_right_boundary(
         await engine.close()
 
 
+async def cached_tokens(engine: Engine) -> float:
+    """Tokens of prompts that the server found in its prefix cache so far."""
+    lines = (await engine._request("GET", "/metrics", timeout_s=5.0)).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
 async def test_a_push_that_keeps_the_cache_gives_none_of_it_to_new_requests(
     server: VllmServer, folders: tuple[Path, Path, Path, Path]
 ) -> None:
@@ -263,7 +269,11 @@ async def test_a_push_that_keeps_the_cache_gives_none_of_it_to_new_requests(
             await asyncio.sleep(0.1)
             await engine.push(files[after], f"{after}/2/{attempt + 1}", keep_cache=True)
             # The same prompt, by our route and by vLLM's own, while blocks of the earlier weights are still there.
+            found = await cached_tokens(engine)
             ours = await engine.generate(request(f"ours-{attempt}", prompt, max_tokens=8))
+            assert await cached_tokens(engine) == found
+            await engine.generate(request(f"again-{attempt}", prompt, max_tokens=1))
+            assert await cached_tokens(engine) > found  # requests after the push share blocks with each other
             body = {
                 "token_ids": prompt,
                 "sampling_params": {"max_tokens": 8, "logprobs": 0, "temperature": 1.0, "seed": 3, "ignore_eos": True},
