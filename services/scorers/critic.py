@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from nightshift.wire.errors import BadInputError, RoleError, WireError
+from nightshift.wire.errors import RoleError, WireError
 from nightshift.wire.scoring import SequenceInput, SequenceResult
+from services.scorers.frozen import device_of, load_frozen
+from services.scorers.sequences import TokenSequence, check_sequence, padded, passes
 
 _ROLE = "critic"
-_log = logging.getLogger(__name__)
 
 
 class CriticModel:
@@ -46,30 +46,24 @@ class CriticModel:
         attn_implementation: str = "sdpa",
         device: str = "auto",
     ) -> None:
-        if not (Path(path) / "config.json").is_file():
-            message = f"there is no model in {path}: it has no config.json"
-            raise BadInputError(message, role=_ROLE, fix="Correct scorers.critic.model or model.path")
         torch.set_num_threads(threads)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model = AutoModelForTokenClassification.from_pretrained(
-                path,
-                num_labels=1,
-                dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # a .bin file is a pickle
-            )
-        except Exception as error:  # of many unrelated types, those of safetensors among them
-            message = f"the critic in {path} cannot be loaded: {' '.join(str(error).split())[:500]}"
-            fix = "Name a folder whose architecture transformers has a token classifier for, in scorers.critic.model"
-            raise BadInputError(message, role=_ROLE, fix=fix) from error
-        self.model = model.requires_grad_(False).eval().to(device)
+        model = load_frozen(
+            AutoModelForTokenClassification,
+            path,
+            "critic",
+            role=_ROLE,
+            setting="scorers.critic.model or model.path",
+            fix="Name a folder whose architecture transformers has a token classifier for, in scorers.critic.model",
+            spare=None,  # all weights come with the first publication
+            num_labels=1,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+        )
+        self.model = model.to(device_of(device))
         self.path = path
         self.dtype = dtype
         self.vocab_size = int(self.model.get_input_embeddings().weight.shape[0])
+        self.max_positions = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 2**31))
         self.digest = ""  # of the weights that are loaded
         self._store = Path(store)
         self._micro_batch_size = micro_batch_size
@@ -111,49 +105,25 @@ class CriticModel:
         """Values of the states before each response token, in the order of the request.
 
         Raises:
-            WireError: a sample is malformed or holds an id outside the vocabulary.
+            WireError: a sample is malformed, too long for the model, or holds an id outside the vocabulary.
         """
-        for index, sample in enumerate(samples):
-            self._check(sample, index)
-        order = sorted(
-            (index for index, sample in enumerate(samples) if len(sample["response_ids"])),
-            key=lambda index: (len(samples[index]["prompt_ids"]) + len(samples[index]["response_ids"]), index),
-        )
-        values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
-        for start in range(0, len(order), self._micro_batch_size):
-            part = order[start : start + self._micro_batch_size]
-            for index, result in zip(part, self._values([samples[i] for i in part]), strict=True):
-                values[index] = result
+        sequences = [check_sequence(s, at, self.vocab_size, self.max_positions) for at, s in enumerate(samples)]
+        values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        for part in passes(sequences, self._micro_batch_size):
+            for at, found in zip(part, self._values([sequences[at] for at in part]), strict=True):
+                values[at] = found
         return [
-            SequenceResult(id=sample["id"], logprobs=result, token_ids=sample["response_ids"])
-            for sample, result in zip(samples, values, strict=True)
+            SequenceResult(id=sequence.id, logprobs=found, token_ids=sequence.response_ids)
+            for sequence, found in zip(sequences, values, strict=True)
         ]
 
     @torch.no_grad()
-    def _values(self, samples: Sequence[SequenceInput]) -> list[np.ndarray]:
-        rows = [np.concatenate([sample["prompt_ids"], sample["response_ids"]])[:-1] for sample in samples]
-        width = max(map(len, rows))
-        ids_BL = torch.zeros((len(rows), width), dtype=torch.long)
-        mask_BL = torch.zeros((len(rows), width), dtype=torch.long)
-        for b, row in enumerate(rows):
-            ids_BL[b, : len(row)] = torch.from_numpy(row.astype(np.int64))
-            mask_BL[b, : len(row)] = 1
-        device = self.model.device
-        values_BL = self.model(input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device)).logits[..., 0].float()
+    def _values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        rows = [np.concatenate([sequence.prompt_ids, sequence.response_ids])[:-1] for sequence in sequences]
+        ids_BL, mask_BL = padded(rows, self.model.device)
+        values_BL = self.model(input_ids=ids_BL, attention_mask=mask_BL).logits[..., 0].float()
         found = []
-        for b, sample in enumerate(samples):
-            first = len(sample["prompt_ids"]) - 1
-            found.append(values_BL[b, first : first + len(sample["response_ids"])].cpu().numpy())
+        for b, sequence in enumerate(sequences):
+            first = len(sequence.prompt_ids) - 1
+            found.append(values_BL[b, first : first + len(sequence.response_ids)].cpu().numpy())
         return found
-
-    def _check(self, sample: Any, index: int) -> None:
-        if not isinstance(sample, dict) or not isinstance(sample.get("id"), str):
-            raise WireError(f"sample {index} is no map with a text 'id'")
-        for key in ("prompt_ids", "response_ids"):
-            ids = sample.get(key)
-            if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise WireError(f"sample {sample['id']}: {key} is not an array of token ids")
-            if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
-                raise WireError(f"sample {sample['id']}: {key} holds an id outside the vocabulary of {self.vocab_size}")
-        if not len(sample["prompt_ids"]):
-            raise WireError(f"sample {sample['id']}: prompt_ids is empty")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.scoring import RewardResult
+from services.scorers.frozen import device_of, load_frozen
 from services.scorers.results import prompt_text, result
 
 _ROLE = "reward"
@@ -35,7 +35,7 @@ class ClassifierScorer:
     def __init__(self, settings: Mapping[str, Any], device: str) -> None:
         self._settings = settings
         torch.set_num_threads(settings["threads"])
-        self._device = _device(device)
+        self._device = device_of(device)
         self.model = _load(AutoModelForSequenceClassification, settings["model"], "classifier").to(self._device)
         self._tokenizer = _tokenizer(settings["model"])
         if settings["label"] >= self.model.config.num_labels:
@@ -100,7 +100,7 @@ class EmbeddingScorer:
     def __init__(self, settings: Mapping[str, Any], device: str) -> None:
         self._settings = settings
         torch.set_num_threads(settings["threads"])
-        self._device = _device(device)
+        self._device = device_of(device)
         self.model = _load(AutoModel, settings["model"], "encoder").to(self._device)
         self._tokenizer = _tokenizer(settings["model"])
         self._known: dict[str, Tensor] = {}  # embeddings of right answers, which come back for each sample of a group
@@ -142,28 +142,11 @@ class EmbeddingScorer:
         return vectors
 
 
-def _device(name: str) -> torch.device:
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
 def _load(kind: Any, path: str, what: str) -> Any:
-    if not (Path(path) / "config.json").is_file():
-        raise BadInputError(f"there is no {what} in {path}: it has no config.json", role=_ROLE, fix="Correct its model")
-    try:
-        model, info = kind.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
-    except Exception as error:
-        message = f"the {what} in {path} cannot be loaded: {' '.join(str(error).split())[:500]}"
-        raise BadInputError(message, role=_ROLE, fix="Name another folder in its model") from error
-    missing = [name for name in info["missing_keys"] if "pooler" not in name and "position_ids" not in name]
-    if missing:
-        raise BadInputError(
-            f"the folder {path} is no {what}: it has no weights for {', '.join(sorted(missing)[:3])}",
-            role=_ROLE,
-            fix="Name a trained model",
-        )
-    return model.requires_grad_(False).eval()
+    spare = ("pooler", "position_ids")
+    return load_frozen(
+        kind, path, what, role=_ROLE, setting="its model", fix="Name another folder in its model", spare=spare
+    )
 
 
 def _tokenizer(path: str) -> Any:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from nightshift.wire.errors import BadInputError, WireError
 from nightshift.wire.scoring import SequenceInput, SequenceResult
-
-_ROLE = "reference"
+from services.scorers.frozen import device_of, load_frozen
+from services.scorers.sequences import TokenSequence, check_sequence, padded, passes
 
 
 @torch.inference_mode()
-def response_log_probs(
-    model: Any, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperatures: Sequence[float]
-) -> list[np.ndarray]:
+def response_log_probs(model: Any, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
     """Log-probs of the response tokens of a micro-batch of B sequences, in one forward pass.
 
     Token t of a response is predicted at the position before it. The logits are divided by the temperature and
@@ -27,34 +23,22 @@ def response_log_probs(
 
     Args:
         model: a Hugging Face causal language model in evaluation mode.
-        prompt_ids: B arrays [P_b] of int32, P_b > 0.
-        response_ids: B arrays [T_b] of int32.
-        temperatures: B divisors of the logits.
 
     Returns:
         B arrays [T_b] of float32.
     """
     device = next(model.parameters()).device
-    rows = [np.concatenate(pair) for pair in zip(prompt_ids, response_ids, strict=True)]
-    width = max(len(row) for row in rows)
-    # Padding on the right is never attended to by the tokens before it, and its own logits are not looked at.
-    ids_BL = torch.zeros(len(rows), width, dtype=torch.long)
-    mask_BL = torch.zeros(len(rows), width, dtype=torch.long)
-    for b, row in enumerate(rows):
-        ids_BL[b, : len(row)] = torch.from_numpy(row.astype(np.int64))
-        mask_BL[b, : len(row)] = 1
+    ids_BL, mask_BL = padded([np.concatenate([s.prompt_ids, s.response_ids]) for s in sequences], device)
     # Logits of a vocabulary are by far the largest tensor: only the positions that predict a response token of some
     # row go through the head.
-    first = min(len(prompt) for prompt in prompt_ids) - 1
-    kept = torch.arange(first, width - 1, device=device)
-    logits_BKV = model(
-        input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device), use_cache=False, logits_to_keep=kept
-    ).logits
+    first = min(len(sequence.prompt_ids) for sequence in sequences) - 1
+    kept = torch.arange(first, ids_BL.shape[1] - 1, device=device)
+    logits_BKV = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False, logits_to_keep=kept).logits
     results = []
-    for b, (prompt, response, temperature) in enumerate(zip(prompt_ids, response_ids, temperatures, strict=True)):
-        at = len(prompt) - 1 - first
-        logits_TV = logits_BKV[b, at : at + len(response)].float() / temperature
-        ids_T1 = torch.from_numpy(response.astype(np.int64)).to(device).unsqueeze(1)
+    for b, sequence in enumerate(sequences):
+        at = len(sequence.prompt_ids) - 1 - first
+        logits_TV = logits_BKV[b, at : at + len(sequence.response_ids)].float() / sequence.temperature
+        ids_T1 = torch.from_numpy(sequence.response_ids.astype(np.int64)).to(device).unsqueeze(1)
         logprobs_T = torch.log_softmax(logits_TV, dim=-1).gather(1, ids_T1).squeeze(1)
         results.append(logprobs_T.cpu().numpy().astype(np.float32))
     return results
@@ -85,25 +69,18 @@ class ReferenceModel:
         attn_implementation: str = "sdpa",
         device: str = "auto",
     ) -> None:
-        if not (Path(path) / "config.json").is_file():
-            message = f"there is no model in {path}: it has no config.json"
-            raise BadInputError(message, role=_ROLE, fix="Correct scorers.reference.model or model.path")
         torch.set_num_threads(threads)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # a .bin file is a pickle
-            )
-        except Exception as error:  # of many unrelated types, those of safetensors among them
-            message = f"the model in {path} cannot be loaded: {' '.join(str(error).split())[:500]}"
-            raise BadInputError(message, role=_ROLE, fix="Name a folder with a causal language model") from error
-        self.model = model.requires_grad_(False).eval().to(device)
+        model = load_frozen(
+            AutoModelForCausalLM,
+            path,
+            "model",
+            role="reference",
+            setting="scorers.reference.model or model.path",
+            fix="Name a folder with a causal language model",
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+        )
+        self.model = model.to(device_of(device))
         self.path = path
         self.dtype = dtype
         self.vocab_size = int(self.model.get_input_embeddings().weight.shape[0])
@@ -113,52 +90,15 @@ class ReferenceModel:
     def score(self, samples: Sequence[SequenceInput]) -> list[SequenceResult]:
         """Log-probs of each sample's response tokens, in the order of the request.
 
-        Samples of like length share a forward pass; which ones do depends on the request alone.
-
         Raises:
             WireError: a sample is malformed, too long for the model, or holds an id outside the vocabulary.
         """
-        checked = [self._check(sample, index) for index, sample in enumerate(samples)]
-        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(checked)
-        todo = sorted(
-            (index for index, (_, _, response, _) in enumerate(checked) if len(response)),
-            key=lambda index: (len(checked[index][1]) + len(checked[index][2]), index),
-        )
-        for start in range(0, len(todo), self._micro_batch_size):
-            part = todo[start : start + self._micro_batch_size]
-            _, prompts, responses, temperatures = zip(*(checked[index] for index in part), strict=True)
-            for index, result in zip(
-                part, response_log_probs(self.model, prompts, responses, temperatures), strict=True
-            ):
-                logprobs[index] = result
+        sequences = [check_sequence(s, at, self.vocab_size, self.max_positions) for at, s in enumerate(samples)]
+        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        for part in passes(sequences, self._micro_batch_size):
+            for at, found in zip(part, response_log_probs(self.model, [sequences[at] for at in part]), strict=True):
+                logprobs[at] = found
         return [
-            SequenceResult(id=sample_id, logprobs=result, token_ids=response)
-            for (sample_id, _, response, _), result in zip(checked, logprobs, strict=True)
+            SequenceResult(id=sequence.id, logprobs=found, token_ids=sequence.response_ids)
+            for sequence, found in zip(sequences, logprobs, strict=True)
         ]
-
-    def _check(self, sample: Any, index: int) -> tuple[str, np.ndarray, np.ndarray, float]:
-        if not isinstance(sample, dict) or not isinstance(sample.get("id"), str):
-            raise WireError(f"sample {index} is no map with a text 'id'")
-        name = sample["id"]
-        prompt, response = (self._ids(sample.get(key), key, name) for key in ("prompt_ids", "response_ids"))
-        if not len(prompt):
-            raise WireError(f"sample {name}: prompt_ids is empty, so that nothing predicts the first response token")
-        if len(prompt) + len(response) > self.max_positions:
-            length = f"{len(prompt)} + {len(response)} tokens"
-            raise WireError(f"sample {name}: {length} are more than the model's {self.max_positions} positions")
-        temperature = sample.get("temperature", 1.0)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < np.inf:
-            raise WireError(f"sample {name}: temperature is {temperature!r}, expected a number above 0")
-        return name, prompt, response, float(temperature)
-
-    def _ids(self, value: Any, key: str, name: str) -> np.ndarray:
-        """Token ids as int32; a plain list of ints is taken too, since other languages may send one."""
-        array = np.asarray(value)
-        if array.size == 0 and array.ndim == 1:
-            return np.zeros(0, np.int32)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise WireError(f"sample {name}: {key} is not a list of token ids")
-        if array.min() < 0 or array.max() >= self.vocab_size:
-            bad = array[(array < 0) | (array >= self.vocab_size)][0]
-            raise WireError(f"sample {name}: {key} holds {bad}, the vocabulary has {self.vocab_size} ids")
-        return array.astype(np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from nightshift.wire.errors import BadInputError
 from services.trainer.batching import PaddedBatch, pad
 from services.trainer.config import RankConfig
 from services.trainer.head import head_log_probs
+from services.trainer.model_folder import load_model, refuse_missing
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Logits of one pass above which they are made in chunks: 512 MiB in float32.
 WHOLE_LOGITS = 1 << 27
 #: Settings of models whose head does more than a matrix product.
@@ -129,36 +127,14 @@ def can_share(policy: Policy) -> bool:
 def load_policy(config: RankConfig) -> Policy:
     """Reads the model from its folder in the parameters' precision.
 
-    DeepSpeed's HfDeepSpeedConfig is not used: it leaves the rotary frequencies in bfloat16, which shifts log-probs.
-
     Raises:
-        BadInputError: the folder holds no causal language model that transformers can load.
+        BadInputError: the folder holds no whole causal language model that transformers can load.
     """
-    if not (Path(config.model_path) / "config.json").is_file():
-        raise BadInputError(
-            f"no config.json in model folder {config.model_path}", role="trainer", fix="Check model.path"
-        )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model_path,
-            dtype=DTYPES[config.dtype],
-            attn_implementation=config.attn_implementation,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise BadInputError(
-            f"cannot load model {config.model_path}: {error}", role="trainer", fix="Check model.path"
-        ) from error
-    # Dropout would make the ratio to the sampler random.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    what, setting = "model", "model.path"
+    model, missing = load_model(
+        AutoModelForCausalLM, config, what, role="trainer", setting=setting, fix=f"Check {setting}"
+    )
+    refuse_missing(missing, config, what, role="trainer", setting=setting)
     compiled = config.compile and config.zero_stage < 3
     if compiled:
         _compile_layers(model)

@@ -23,7 +23,8 @@ from services.trainer.checks import check_loss_spec, check_samples
 from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
-from services.trainer.policy import DTYPES, can_share, load_policy, to_device, upload
+from services.trainer.model_folder import DTYPES
+from services.trainer.policy import can_share, load_policy, to_device, upload
 from services.trainer.preference import SUMS, preference_loss, units
 from services.trainer.publish import gather, publish
 from services.trainer.shared_weights import SharedWeights

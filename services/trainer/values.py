@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,8 @@ from transformers import AutoModelForTokenClassification
 
 from nightshift.wire.errors import BadInputError
 from services.trainer.config import RankConfig
-from services.trainer.policy import DTYPES, attention_mask
+from services.trainer.model_folder import load_model, refuse_missing
+from services.trainer.policy import attention_mask
 
 
 class ValueModel(nn.Module):
@@ -68,46 +67,16 @@ def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
     Raises:
         BadInputError: transformers knows no token classifier of this architecture, or cannot load the folder.
     """
-    if not (Path(config.model_path) / "config.json").is_file():
-        raise BadInputError(
-            f"no config.json in model folder {config.model_path}", role="critic", fix="Check scorers.critic.model"
-        )
-    try:
-        loaded: Any = AutoModelForTokenClassification.from_pretrained(
-            config.model_path,
-            num_labels=1,
-            dtype=DTYPES[config.dtype],
-            attn_implementation=config.attn_implementation,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise BadInputError(
-            f"cannot load the critic from {config.model_path}: {' '.join(str(error).split())[:500]}",
-            role="critic",
-            fix="Name a folder whose architecture transformers has a token classifier for, in scorers.critic.model",
-        ) from error
-    model, info = loaded
-    # Dropout would make a value differ from the one that is served.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
+    what, setting = "critic", "scorers.critic.model"
+    fix = f"Name a folder whose architecture transformers has a token classifier for, in {setting}"
+    model, missing = load_model(
+        AutoModelForTokenClassification, config, what, role="critic", setting=setting, fix=fix, num_labels=1
+    )
     model.config.use_cache = False
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
     head = {name for name, _ in head_of(model).named_parameters()}
     prefix = next(name for name, module in model.named_modules() if module is head_of(model))
-    missing = set(info["missing_keys"])
-    if lost := sorted(missing - {f"{prefix}.{name}" for name in head}):
-        raise BadInputError(
-            f"the critic's folder {config.model_path} lacks the weights {', '.join(lost[:3])}",
-            role="critic",
-            fix="Name a whole model in scorers.critic.model",
-        )
+    lost = [name for name in missing if name not in {f"{prefix}.{part}" for part in head}]
+    refuse_missing(lost, config, what, role="critic", setting=setting)
     return ValueModel(model, config.autocast), bool(missing)
 
 

@@ -1,6 +1,9 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from nightshift.wire.errors import BadInputError, WireError
@@ -97,3 +100,14 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(BadInputError, match="cannot be loaded"):
         ReferenceModel(str(tmp_path))
+
+
+def test_a_folder_that_lacks_weights_is_refused(model_folder, tmp_path):
+    """Else transformers would fill them with random numbers."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(name for name in sorted(weights) if "mlp" in name)
+    del weights[name]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInputError, match=f"has no weights for {name}"):
+        ReferenceModel(str(tmp_path / "model"))
