@@ -6,6 +6,7 @@ How fast it is stands in docs/figures.md (``tests/bench/bench_service.py``); her
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from sqlalchemy import event, insert
 from sqlalchemy.exc import OperationalError
 
 from orchestrator.api import readers
+from orchestrator.api.__main__ import listen
 from orchestrator.store.schema import audit
 from orchestrator.store.state import StateStore
 from tests.fakes.service import job, serve
@@ -102,3 +104,19 @@ def test_the_usual_page_of_samples_is_the_one_of_the_whole_table(tmp_path: Path,
     whole = readers.rollouts(tmp_path, readers.RolloutQuery(offset=offset, limit=limit, group_id="g"))
     assert (total, page) == whole
     assert total == 12
+
+
+async def test_answers_are_sent_at_once(tmp_path: Path) -> None:
+    """A head and a body in two pieces, the second of which would else wait for the client's acknowledgement."""
+    found: list[int] = []
+
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listening = listen("127.0.0.1", 0)
+    async with await asyncio.start_server(answer, sock=listening):
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        await reader.read()
+        writer.close()
+    assert found == [1]
