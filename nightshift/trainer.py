@@ -173,7 +173,14 @@ class Trainer:
     ) -> None:
         if not reward_model:
             raise BadInputError("a Trainer needs a reward_model", fix="path.py:function, grpc://host:port or an HF id")
+        for name, model in (("actor_model", actor_model), ("critic_model", critic_model)):
+            if model is not None and "://" in model:
+                raise BadInputError(
+                    f"{name} is {model!r}, but its weights are trained here and must be at hand", role="trainer",
+                    fix="Name an HF id or a folder; reward and reference may be URLs",
+                )  # fmt: skip
         self._job_file = _job_file(actor_model, critic_model, reward_model, reference_model, config or {})
+        _check(self._job_file)
         self._remote = (url, token) if url is not None else None
         self._command = list(service_command)
         self._service: subprocess.Popen[str] | None = None
@@ -193,6 +200,32 @@ class Trainer:
     def job(self) -> Job | None:
         """The job that is driven; None before the first rollout."""
         return self._client.get(self._job.id) if self._job is not None and self._client is not None else None
+
+    @property
+    def debug_mode(self) -> bool:
+        """Whether shape, dtype and device of the tensors at each boundary are recorded, from the next step on."""
+        return bool(self.config.debug_mode)
+
+    @debug_mode.setter
+    def debug_mode(self, value: bool) -> None:
+        self.config.debug_mode = value
+
+    def tensors(self, step: int | None = None) -> list[dict[str, Any]]:
+        """What debug mode has recorded: one map for each tensor at each boundary.
+
+        Args:
+            step: only of this step.
+
+        Returns:
+            Maps of step, part, role (who made it), name, dtype, device, and ``shapes``: how many have which shape.
+        """
+        client, job = self._running()
+        return [
+            {"step": event.data["step"], "part": event.data["part"], **tensor}
+            for event in client.events(job.id, kinds=["tensors"], follow=False)
+            for tensor in event.data["tensors"]
+            if step is None or event.data["step"] == step
+        ]
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -460,6 +493,23 @@ def _job_file(
     if reference is not None:
         job = _merged(job, {"scorers": {"reference": {"model": reference}}})
     return _merged(job, config)
+
+
+def _check(job: Mapping[str, Any]) -> None:
+    """Checks what can be checked before there are prompts.
+
+    Raises:
+        BadInputError: names each field that is wrong.
+    """
+    from pydantic import ValidationError
+
+    from nightshift.config import JobSpec
+    from nightshift.config.messages import explain_all
+
+    try:
+        JobSpec.model_validate(_merged({"data": {"train_files": ["-"]}}, job))
+    except ValidationError as errors:
+        raise BadInputError("; ".join(text for _, text in explain_all(errors)), role="job") from errors
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ LIVE = {
     "trainer.learning_rate": _NEXT,
     "trainer.save_freq": _NEXT,
     "trainer.test_freq": _NEXT,
+    "tracking.debug_mode": _NEXT,
 }
 #: Keys whose change has to wait until nothing that was generated under the old value is in flight.
 DRAINED = frozenset({"rollout.temperature"})
@@ -44,6 +45,7 @@ ALIASES = {
     "max_staleness": "pipeline.max_staleness",
     "save_freq": "trainer.save_freq",
     "test_freq": "trainer.test_freq",
+    "debug_mode": "tracking.debug_mode",
 }
 ASYNC = "use_async_rollout"
 #: Why other keys cannot change, by the beginning of the key; the longest that fits counts.
@@ -64,7 +66,6 @@ _FIXED = {
     "trainer.zero_stage": "the ranks hold shards of the optimiser's state",
     "scorers.critic": "the critic's ranks are told at their start",
     "resources": "devices, cores and ports are taken at the start",
-    "debug_mode": "no debug mode is offered yet",
 }
 
 

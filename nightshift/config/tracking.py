@@ -25,3 +25,6 @@ class TrackingConfig(Section):
 
     rollouts: bool = True
     """Store each rollout in ``rollouts/*.parquet``."""
+
+    debug_mode: bool = False
+    """Record shapes, dtypes and devices of the tensors at each boundary, as events of kind ``tensors``."""

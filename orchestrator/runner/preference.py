@@ -22,6 +22,7 @@ from orchestrator.runner.checkpoints import Checkpoints
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.services import Services, TrainerAddress, read_services
 from orchestrator.runner.start import Start
+from orchestrator.runner.tensors import tensors_inside, tensors_of
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
@@ -185,8 +186,12 @@ class PreferenceAttempt:
                 new=new,
                 learning_rate=rate,
                 traceparent=traceparent,
+                debug=spec.tracking.debug_mode,
             )
         self.step += 1
+        if spec.tracking.debug_mode:
+            tensors = tensors_of(samples) + tensors_inside(updated.tensors)
+            self._events.append("tensors", step=self.step, part=0, tensors=tensors)
         seconds = time.monotonic() - began
         metrics = updated.metrics | {
             "pairs": float(len(pairs)),

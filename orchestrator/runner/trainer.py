@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Updated:
     metrics: dict[str, float]
     seconds: float
     peak_memory_bytes: int
+    tensors: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrainerClient:
@@ -126,8 +127,9 @@ class TrainerClient:
         attempt: int = 0,
         part: int = 0,
         final: bool = True,
+        debug: bool = False,
     ) -> Updated:
-        """Adds a part of a batch; the final part makes the optimiser step.
+        """Adds a part of a batch; the final part makes the optimiser step. ``debug`` asks for its tensors.
 
         Raises:
             AttemptFailedError: the trainer failed below this part, and what it had of this attempt is gone.
@@ -143,9 +145,11 @@ class TrainerClient:
             samples=pack_samples(list(samples)),
             loss=pack_loss(loss),
             learning_rate=learning_rate,
+            debug=debug,
         )
         answer = await self._call("Update", request, self._timeout_s)
-        return Updated(answer.stepped, dict(answer.metrics), answer.seconds, answer.peak_memory_bytes)
+        tensors = codec.unpack(answer.tensors) if answer.tensors else []
+        return Updated(answer.stepped, dict(answer.metrics), answer.seconds, answer.peak_memory_bytes, tensors)
 
     async def log_probs(
         self, samples: Sequence[Sample], temperature: float, version: str, traceparent: str

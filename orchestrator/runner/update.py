@@ -19,6 +19,7 @@ from nightshift.wire.version import PolicyVersion
 from orchestrator.runner.batch import loss_spec, trainable
 from orchestrator.runner.critic import Critic
 from orchestrator.runner.group import Group
+from orchestrator.runner.tensors import tensors_inside, tensors_of
 from orchestrator.runner.together import together
 from orchestrator.runner.trainer import AttemptFailedError, TrainerClient, Updated
 
@@ -138,6 +139,14 @@ class StepUpdate:
                 part, self.parts = self.groups, []
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
+        if self._spec.tracking.debug_mode:
+            samples = [sample for group in part for sample in group.samples]
+            self._events.append(
+                "tensors",
+                step=self.step,
+                part=len(self.parts),
+                tensors=tensors_of(samples) + tensors_inside(updated.tensors),
+            )
         self.parts.append(len(part))
         self._seconds += updated.seconds
         self._peak = max(self._peak, updated.peak_memory_bytes)
@@ -168,6 +177,7 @@ class StepUpdate:
             attempt=self.attempt,
             part=len(self.parts),
             final=final,
+            debug=self._spec.tracking.debug_mode,
         )
 
 

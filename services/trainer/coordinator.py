@@ -66,6 +66,7 @@ class UpdateCall:
     loss: bytes
     learning_rate: float
     traceparent: str = ""
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class UpdateAnswer:
     seconds: float
     peak_memory_bytes: int
     repeated: bool = False
+    tensors: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +352,8 @@ class Coordinator:
                 metrics |= applied[0]
                 self.optimizer_steps += 1
         memory = sum(await self._ranks.call("peak_memory"))
-        return UpdateAnswer(call.final, stepped, metrics, time.monotonic() - began, memory)
+        tensors = (await self._ranks.call("tensors"))[0] if call.debug and kept else []
+        return UpdateAnswer(call.final, stepped, metrics, time.monotonic() - began, memory, tensors=tensors)
 
     async def _log_probs(self, sequences: Sequence[SequenceInput], exact: bool) -> list[SequenceResult]:
         if not sequences:

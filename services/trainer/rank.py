@@ -71,6 +71,7 @@ class TrainerRank:
         self.parameters = sum(p.numel() for p in self.policy.parameters())
         self.engine = Engine(self.policy, config, self.device)
         self._shared: SharedWeights | None = None
+        self._seen: list[dict[str, Any]] = []
 
     def _load(self) -> None:
         """Reads the module that is trained, and finds out whether responses may share their prompt's row."""
@@ -88,6 +89,7 @@ class TrainerRank:
         Returns:
             Sums of this rank's share, undivided.
         """
+        self._seen = []
         kept = trained(samples)
         parcels = units(kept, spec)
         lengths = [sum(len(s.prompt_ids) + len(s.response_ids) for s in parcel) for parcel in parcels]
@@ -224,6 +226,24 @@ class TrainerRank:
             self._shared.gather()
         return None
 
+    def tensors(self) -> list[dict[str, Any]]:
+        """Role, name, shape, dtype and device of each tensor of the last part's first micro-batch, for debugging."""
+        return self._seen
+
+    def _see(self, **tensors: Tensor) -> None:
+        """Notes what the first micro-batch of a part is made of: a few descriptions, whether asked for or not."""
+        if not self._seen:
+            self._seen = [
+                {
+                    "role": self.config.role,
+                    "name": name,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "device": str(tensor.device),
+                }
+                for name, tensor in tensors.items()
+            ]
+
     def peak_memory(self) -> int:
         """Highest resident memory of this process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -277,6 +297,10 @@ class TrainerRank:
         if spec.entropy_coef:
             losses = losses - spec.entropy_coef * entropy
         loss = weighted_sum(losses, mask, weights)
+        self._see(
+            old_logprobs=behaviour, advantages=advantages, mask=mask, logprobs=logprobs, entropy=entropy, kl=kl,
+            losses=losses, loss=loss, parameters=next(self.policy.parameters()),
+        )  # fmt: skip
         self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
         with torch.no_grad():
             log_ratio = (logprobs - behaviour).masked_fill(~mask, 0.0)

@@ -148,6 +148,10 @@ class RankActor:
         with self._translated():
             self._rank.export(Path(folder), dtype)
 
+    def tensors(self) -> list[dict[str, Any]]:
+        """The tensors of the last part; see :meth:`TrainerRank.tensors`."""
+        return self._rank.tensors()
+
     def peak_memory(self) -> int:
         """Highest resident memory of the process in bytes."""
         return self._rank.peak_memory()

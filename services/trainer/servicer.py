@@ -111,6 +111,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             loss=request.loss,
             learning_rate=request.learning_rate,
             traceparent=request.context.traceparent,
+            debug=request.debug,
         )
 
         async def work() -> Any:
@@ -122,6 +123,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics=answer.metrics,
                 seconds=answer.seconds,
                 peak_memory_bytes=answer.peak_memory_bytes,
+                tensors=codec.pack(answer.tensors) if answer.tensors else b"",
             )
 
         return await _answer(context, work)

@@ -156,6 +156,42 @@ def test_wrong_batches_and_settings_say_what_is_right(make: Callable[..., Traine
     assert len(trainer.rollout(batches(1)[0])) == 6, "a wrong batch takes nothing down"
 
 
+def test_debug_mode_records_each_boundary_from_the_next_step_on(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    assert trainer.debug_mode is False
+    one, two, three = batches(3, 2)
+    trainer.step(trainer.compute_loss(trainer.rollout(one)))
+    assert trainer.tensors() == []
+    trainer.debug_mode = True
+    outputs = trainer.rollout(two)
+    trainer.step(trainer.compute_loss(outputs))
+    assert trainer.debug_mode is True
+    found = {(item["role"], item["name"]): item for item in trainer.tensors(2)}
+    assert found["rollout", "response_ids"]["dtype"] == "int32"
+    assert found["rollout", "logprobs"]["device"] == "cpu"
+    lengths = [str([len(output.response_ids)]) for output in outputs]
+    assert found["rollout", "logprobs"]["shapes"] == {length: lengths.count(length) for length in set(lengths)}
+    assert found["advantages", "advantages"]["shapes"] == found["rollout", "logprobs"]["shapes"]
+    assert found["reward", "reward"]["shapes"] == {"[]": len(outputs)}
+    assert found["trainer", "logprobs"]["dtype"] == "float32", "what the trainer says of its own"
+    assert {item["step"] for item in trainer.tensors()} == {2}
+    trainer.debug_mode = False
+    trainer.step(trainer.compute_loss(trainer.rollout(three)))
+    assert trainer.tensors(3) == []
+
+
+def test_what_a_trainer_refuses_says_so_at_once(tmp_path: Path) -> None:
+    reward = f"{tmp_path / 'reward.py'}:wanted"
+    with pytest.raises(BadInputError, match=r"actor_model is 'http://host:1'.*must be at hand"):
+        Trainer(actor_model="http://host:1", reward_model=reward)
+    with pytest.raises(BadInputError, match=r"critic_model is 'grpc://host:1'"):
+        Trainer(actor_model="x", critic_model="grpc://host:1", reward_model=reward)
+    with pytest.raises(BadInputError, match=r"rollout\.n"):
+        Trainer(actor_model="x", reward_model=reward, config={"rollout": {"n": 0}})
+    with pytest.raises(BadInputError, match="learning_rates"):
+        Trainer(actor_model="x", reward_model=reward, config={"trainer": {"learning_rates": 1.0}})
+
+
 def test_fit_runs_the_whole_loop(make: Callable[..., Trainer], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for batch in batches(4) for row in batch))

@@ -180,6 +180,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             answer = self._apply(request, samples, unpack_loss(request.loss))
         else:
             answer = trainer_pb2.UpdateResponse(applied=False)
+        if request.debug and samples:
+            told = {"role": "trainer", "name": "logprobs", "shape": [len(samples)], "dtype": "float32", "device": "cpu"}
+            answer.tensors = codec.pack([told])
         answer.seconds = time.time() - began
         self._answers = {known: value for known, value in self._answers.items() if known[0] == request.step}
         self._answers[key] = answer

@@ -54,7 +54,7 @@ class LogProbsResponse(_message.Message):
     def __init__(self, results: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("context", "step", "attempt", "expect_version", "new_version", "part", "final", "samples", "loss", "learning_rate")
+    __slots__ = ("context", "step", "attempt", "expect_version", "new_version", "part", "final", "samples", "loss", "learning_rate", "debug")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class UpdateRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     step: int
     attempt: int
@@ -75,10 +76,11 @@ class UpdateRequest(_message.Message):
     samples: bytes
     loss: bytes
     learning_rate: float
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., expect_version: _Optional[str] = ..., new_version: _Optional[str] = ..., part: _Optional[int] = ..., final: bool = ..., samples: _Optional[bytes] = ..., loss: _Optional[bytes] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+    debug: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., expect_version: _Optional[str] = ..., new_version: _Optional[str] = ..., part: _Optional[int] = ..., final: bool = ..., samples: _Optional[bytes] = ..., loss: _Optional[bytes] = ..., learning_rate: _Optional[float] = ..., debug: bool = ...) -> None: ...
 
 class UpdateResponse(_message.Message):
-    __slots__ = ("applied", "repeated", "stepped", "metrics", "seconds", "peak_memory_bytes")
+    __slots__ = ("applied", "repeated", "stepped", "metrics", "seconds", "peak_memory_bytes", "tensors")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -92,13 +94,15 @@ class UpdateResponse(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     applied: bool
     repeated: bool
     stepped: bool
     metrics: _containers.ScalarMap[str, float]
     seconds: float
     peak_memory_bytes: int
-    def __init__(self, applied: bool = ..., repeated: bool = ..., stepped: bool = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    tensors: bytes
+    def __init__(self, applied: bool = ..., repeated: bool = ..., stepped: bool = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ..., peak_memory_bytes: _Optional[int] = ..., tensors: _Optional[bytes] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("context", "policy_version", "probe")

@@ -33,6 +33,7 @@ def test_every_live_key_is_a_key_of_a_job() -> None:
         ({"use_async_rollout": False}, "pipeline.max_staleness", 0),
         ({"pipeline.max_staleness": None}, "pipeline.max_staleness", None),
         ({"learning_rate": 1e-5}, "trainer.learning_rate", 1e-5),
+        ({"debug_mode": True}, "tracking.debug_mode", True),
     ],
 )
 def test_changes_by_either_name(change: dict[str, Any], key: str, value: Any) -> None:
@@ -56,7 +57,7 @@ def test_asynchronous_on_is_one_step_ahead_where_it_was_off() -> None:
         ({"rollout.n": 8}, "as many samples as they began with"),
         ({"trainer.ranks": 2}, "shards of the optimiser's state"),
         ({"resources.device": "cuda"}, "taken at the start"),
-        ({"debug_mode": True}, "no debug mode"),
+        ({"debug_mode": "loud"}, "debug_mode"),
         ({"learning_rat": 1}, "is no setting: did you mean 'trainer.learning_rate'"),
         ({"nonsense": 1}, "is no setting"),
         ({"rollout.batch_size": 0}, "rollout.batch_size"),
