@@ -45,6 +45,7 @@ from nightshift.config.load import parse_job, write_resolved
 from nightshift.wire import listen, logs
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import parse_line
+from services.agent.models import resolve
 from services.agent.remote import TOKEN_VARIABLE
 from services.rollout.keeper import die_with_parent
 
@@ -345,7 +346,11 @@ def main() -> None:
         sys.exit(f"[agent] {TOKEN_VARIABLE} is not set: whoever may call this agent may run code here")
     arguments.data_dir.mkdir(parents=True, exist_ok=True)
     ports = {"trainer": arguments.trainer_port, "scorers": arguments.scorers_port, "weights": arguments.weights_port}
-    host = Host(Machine(arguments.data_dir.resolve(), arguments.host, ports, arguments.set), token)
+    try:
+        overrides = [_with_model(override) for override in arguments.set]
+    except NightshiftError as error:
+        sys.exit(str(error))
+    host = Host(Machine(arguments.data_dir.resolve(), arguments.host, ports, overrides), token)
     die_with_parent(signal.SIGTERM)
     ending = threading.Event()
     threading.Thread(target=_watch, args=(host, ending), name="idle", daemon=True).start()
@@ -362,6 +367,12 @@ def main() -> None:
     finally:
         ending.set()
         host.end()
+
+
+def _with_model(override: str) -> str:
+    """``model.path=…`` with a local folder, which is fetched or made where it is not there; others as they are."""
+    key, _, value = override.partition("=")
+    return f"{key}={resolve(value)}" if key.strip() == "model.path" else override
 
 
 def _watch(host: Host, ending: threading.Event) -> None:

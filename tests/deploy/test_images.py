@@ -71,7 +71,10 @@ def compose(*files: str, **environment: str) -> dict[str, Any]:
 
 def test_the_compose_file_is_valid_and_its_services_are_hardened() -> None:
     services = compose("docker-compose.yml")["services"]
-    assert set(services) == {"nightshift", "demo", "demo-data", "prometheus", "grafana", "traces"}
+    assert set(services) == {
+        *("nightshift", "demo", "rollout", "trainer", "scorers", "demo-data"),
+        *("prometheus", "grafana", "traces"),
+    }
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -89,10 +92,26 @@ def test_the_compose_file_mounts_what_is_there() -> None:
                 assert Path(volume["source"]).exists(), volume["source"]
 
 
+def test_the_demos_containers_share_nothing_but_the_network() -> None:
+    services = compose("docker-compose.yml")["services"]
+    roles = ("demo", "rollout", "trainer", "scorers")
+    for name in roles:
+        service = services[name]
+        assert not {"ipc", "pid", "network_mode", "volumes_from"} & service.keys(), name
+        volumes = [volume["source"] for volume in service["volumes"]]
+        others = [v["source"] for other in roles if other != name for v in services[other]["volumes"]]
+        assert not set(volumes) & set(others), name
+    for name, variable in (("rollout", "NIGHTSHIFT_ROLLOUT_TOKEN"), ("trainer", "NIGHTSHIFT_AGENT_TOKEN")):
+        assert services[name]["environment"][variable] == "", "there is no token that everybody has"
+    told = services["demo"]["environment"]
+    assert told["NIGHTSHIFT_TRAINER_AGENT"] == "http://trainer:8710"
+    assert services["rollout"]["environment"]["NIGHTSHIFT_WEIGHT_URL"] == "http://trainer:8713"
+
+
 def test_the_gpu_override_asks_for_devices_and_for_an_image() -> None:
     files = ("docker-compose.yml", "deploy/docker/compose.gpu.yml")
     services = compose(*files, NIGHTSHIFT_CUDA_IMAGE="cuda:13.0-py312")["services"]
-    for name in ("nightshift", "demo"):
+    for name in ("nightshift", "rollout", "trainer", "scorers"):
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
     arguments = [part for file in files for part in ("-f", file)]
