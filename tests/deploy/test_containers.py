@@ -18,6 +18,9 @@ import httpx
 import pytest
 import yaml
 
+from nightshift.client import Client
+from nightshift.config.load import load_job
+from tests.contract.test_service_process import write_job
 from tests.deploy.charts import HOW, of_kind, rendered
 
 pytestmark = pytest.mark.deploy
@@ -71,7 +74,13 @@ def pod(image: str, tmp_path: Path) -> Iterator[Path]:
     """The rendered Deployment, with what podman does not know of it replaced: named ports in probes."""
     (deployment,) = of_kind(rendered("values-cpu.yaml", settings=SETTINGS), "Deployment")
     document: dict[str, Any] = json.loads(json.dumps(deployment))
-    (container,) = document["spec"]["template"]["spec"]["containers"]
+    spec = document["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    # In the place of `nightshift run`, which needs the full image: a process that makes steps and takes signals.
+    command = ["env", "PYTHONPATH=/opt/nightshift:/opt/fakes", "python", "-m", "tests.fakes.job_process", "{folder}"]
+    container["args"].append(f"--command={json.dumps(command)}")
+    spec["volumes"].append({"name": "fakes", "hostPath": {"path": str(ROOT / "tests/fakes"), "type": "Directory"}})
+    container["volumeMounts"].append({"name": "fakes", "mountPath": "/opt/fakes/tests/fakes", "readOnly": True})
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         container[probe]["httpGet"]["port"] = 18701
     file = tmp_path / "deployment.yaml"
@@ -106,7 +115,7 @@ def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over
     assert not state["EffectiveCaps"]
     run("podman", "exec", name, "python", "-c", "open('/tmp/x', 'w')")
     assert run("podman", "exec", name, "touch", "/opt/x", check=False) == ""
-    assert run("podman", "exec", name, "ls", "/opt").split() == ["nightshift", "venv"]
+    assert run("podman", "exec", name, "ls", "/opt").split() == ["fakes", "nightshift", "venv"]
     token = run("podman", "exec", name, "cat", "/data/admin-token")
     text = httpx.get("http://127.0.0.1:18701/metrics", trust_env=False).text
     assert "nightshift_jobs" in text
@@ -118,6 +127,38 @@ def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over
     run("podman", "start", name)
     ready()
     assert run("podman", "exec", name, "cat", "/data/admin-token") == token
+
+
+def test_the_rendered_deployment_survives_sigterm_with_a_running_job(pod: Path, tmp_path: Path) -> None:
+    """A rolling upgrade: the pod is told to end while a job runs, and the next one goes on with it."""
+    run("podman", "play", "kube", str(pod))
+    ready()
+    (name,) = [n for n in run("podman", "ps", "--format", "{{.Names}}").split() if n.endswith("-orchestrator")]
+    token = run("podman", "exec", name, "cat", "/data/admin-token").strip()
+    job = load_job(write_job(tmp_path / "mine", steps=80, step_s=0.2), check_files=False)
+    with Client("http://127.0.0.1:18701", token) as client:
+        job_id = client.submit(job).id
+        waiting = client.submit(job, idempotency_key="second").id
+        deadline = time.monotonic() + 120
+        while client.get(job_id).step < 3:
+            assert time.monotonic() < deadline, client.get(job_id)
+            time.sleep(0.2)
+    run("podman", "stop", "-t", "120", name, timeout_s=180)
+    state = json.loads(run("podman", "inspect", name))[0]["State"]
+    assert state["ExitCode"] == 0, "it ended by itself, and was not killed"
+    run("podman", "start", name)
+    ready()
+    with Client("http://127.0.0.1:18701", token) as client:
+        for found in (job_id, waiting):
+            done = client.wait(found, 240)
+            assert (done.state, done.step) == ("succeeded", 80)
+            ledger = client.ledger(found)
+            assert (ledger["trained"], ledger["balanced"]) == (80, True)
+            steps = [event.data["step"] for event in client.events(found) if event.kind == "step"]
+            assert steps == list(range(1, 81)), "each step is made once"
+    starts = run("podman", "exec", name, "cat", f"/data/runs/{job_id}/starts.txt").splitlines()
+    assert len(starts) == 2
+    assert int(starts[1].split()[1]) >= 3, "it went on at the checkpoint that it had left"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-"""One stored response and its trace through all real parts, rebuilt from what an outside receiver of spans got "
-"(O-46)."""
+"""One stored response and its trace through all real parts, rebuilt from what an outside receiver of spans got
+(O-46).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Span], dict
             build_tiny_model(folder / "model"),
             pipeline={"max_staleness": 1, "deterministic": False, "role_timeout_s": 120},
             tracking={"tensorboard": False, "otlp_endpoint": receiver.url},
+            # Long enough that a twentieth of a group's time is more than a few turns of an event loop.
+            rollout={"max_response_length": 160, "ignore_eos": True},
         )
         finished = run(job)
         assert finished.code == 0, finished.output
@@ -102,20 +105,63 @@ def test_o46_a_stored_response_is_followed_through_every_role(received: tuple[li
     assert len(walk(spans, row)) == 13
 
 
+def unexplained(spans: list[Span], whole: Span | tuple[float, float]) -> float:
+    """The share of a time in which none of the spans was open."""
+    start, end = whole if isinstance(whole, tuple) else (whole["start"], whole["end"])
+    inside = [(span["start"], span["end"]) for span in spans]
+    return 1 - covered(within(inside, [(start, end)])) / (end - start)
+
+
 def test_o46_less_than_a_twentieth_of_a_groups_time_is_unexplained(received: tuple[list[Span], dict[str, Any]]) -> None:
     spans, row = received
     own = [span for span in spans if span["trace_id"] == row["trace_id"]]
     group = one(own, "group")
-    whole = (group["start"], group["end"])
-    inside = [(span["start"], span["end"]) for span in own if span["parent_id"] == group["span_id"]]
-    explained = covered(within(inside, [whole]))
-    # A group of the tiny model lasts tenths of a second, of which the turns of a busy event loop are more than 5 %.
-    unexplained = whole[1] - whole[0] - explained
-    assert unexplained < max(0.05 * (whole[1] - whole[0]), 0.15), "the group's own stages leave gaps"
+    stages = [span for span in own if span["parent_id"] == group["span_id"]]
+    assert {"rollout", "reward", "reference", "buffer"} <= {span["name"] for span in stages}
+    assert unexplained(stages, group) < 0.05, "the group's own stages leave gaps"
+
+
+def test_o46_less_than_a_twentieth_from_the_prompt_to_the_new_weights_is_unexplained(
+    received: tuple[list[Span], dict[str, Any]],
+) -> None:
+    """The whole journey: the group's stages, the optimiser step that it fed, and the weights that this step made."""
+    spans, row = received
+    own = [span for span in spans if span["trace_id"] == row["trace_id"]]
+    group = one(own, "group")
+    step = one(spans, "optimizer_step", step=row["step"])
+    (publish,) = [
+        span
+        for span in spans
+        if span["name"] == "publish" and row["trace_id"] in {link["trace_id"] for link in span["links"]}
+    ]
+    stages = [span for span in own if span["parent_id"] == group["span_id"]]
+    assert group["start"] < step["start"] < step["end"] <= publish["end"]
+    assert unexplained([*stages, step, publish], (group["start"], publish["end"])) < 0.05
+
+
+def test_o46_what_a_role_did_lies_within_the_call_that_asked_for_it(
+    received: tuple[list[Span], dict[str, Any]],
+) -> None:
+    """All clocks are this machine's: a span that sticks out of its parent has the wrong one."""
+    spans, row = received
+    by_id = {span["span_id"]: span for span in spans}
+    pairs = [(span, by_id[span["parent_id"]]) for span in spans if span["parent_id"] in by_id]
+    checked = set()
+    for span, parent in pairs:
+        if span["trace_id"] == row["trace_id"] or span["name"].startswith("trainer."):
+            assert span["trace_id"] == parent["trace_id"]
+            assert parent["start"] - 0.05 <= span["start"], (span["name"], parent["name"])
+            assert span["end"] <= parent["end"] + 0.05, (span["name"], parent["name"])
+            checked.add(span["name"])
+    assert {"rollout", "generate", "llm_request", "reward.score", "trainer.update", "trainer.publish"} <= checked
 
 
 @pytest.mark.parametrize(
-    "hop", ["llm_request", "reward.score", "reference.log_probs", "trainer.update", "optimizer_step", "group"]
+    "hop",
+    [
+        *("group", "rollout", "generate", "llm_request", "reward", "reward.score", "reference"),
+        *("reference.log_probs", "buffer", "optimizer_step", "trainer.update", "publish", "trainer.publish"),
+    ],
 )
 def test_o46_a_hop_that_is_not_propagated_is_noticed(received: tuple[list[Span], dict[str, Any]], hop: str) -> None:
     """What a role does without the context of its caller: a trace of its own, and no link."""
