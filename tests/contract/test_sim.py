@@ -105,6 +105,13 @@ def test_a_run_on_a_virtual_clock_is_audited(tmp_path: Path, staleness: int, wei
     assert any(sim.gaps for sim in run.sims) == (staleness > 0 and weight_update == "in_flight")
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_cache_that_is_kept_is_not_read_again(tmp_path: Path, keep: bool) -> None:
+    run = virtual(tmp_path, 8, max_staleness=2, keep_cache=keep)
+    assert any(sim.gaps for sim in run.sims)
+    assert any(sim.model.recomputed for sim in run.sims) == (not keep)
+
+
 def test_two_virtual_runs_take_the_same_time(tmp_path: Path) -> None:
     paces = []
     for name in ("first", "second"):
