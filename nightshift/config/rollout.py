@@ -27,6 +27,9 @@ class FleetUse(Section):
     max_servers: int | None = Field(default=None, ge=1)
     """Most servers at one time; null: any number."""
 
+    max_wait_s: float = Field(default=3600.0, gt=0)
+    """Longest time without a server, after which the job fails: the others hold on to them, or nobody lends them."""
+
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.max_servers is not None and self.min_servers > self.max_servers:

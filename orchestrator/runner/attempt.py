@@ -317,7 +317,7 @@ class Attempt:
     def _fleet(self, services: Services, train: PromptSet, vocabulary: int) -> Fleet:
         rollout, pipeline = self.spec.rollout, self.spec.pipeline
         drains = pipeline.weight_update == "drain"
-        lent = Lent(self.run_dir) if rollout.fleet is not None else None
+        lent = Lent(self.run_dir, rollout.fleet) if rollout.fleet is not None else None
 
         def refresh() -> list[EngineAddress] | None:
             current = read_services(self.run_dir)

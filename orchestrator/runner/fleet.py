@@ -36,6 +36,8 @@ _AWAY = (ServerState.DEAD, ServerState.RESTARTING)
 #: Time that is left to the other servers once the first one holds the weights: so many times what that one took.
 _GRACE, _LEAST_GRACE_S = 3.0, 5.0
 _RUNNING = attrgetter("running")
+#: Seconds between two looks whether it is in vain to wait for a lease.
+_LEASE_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,9 +420,13 @@ class Fleet:
             while True:
                 if usable := self._roster.usable:
                     return self._least_loaded(usable)
-                if self._nothing_lent:
-                    deadline = max(deadline, time.monotonic() + self._limits.away_s)
                 left = deadline - time.monotonic()
+                if self._lending is not None and self._lending.empty:
+                    if overdue := self._lending.overdue:
+                        fix = "See `nightshift fleets` for who has the servers, and whether the service runs"
+                        raise RoleTimeoutError(overdue, role="rollout", fix=fix)
+                    deadline = max(deadline, time.monotonic() + self._limits.away_s)
+                    left = _LEASE_LOOK_S
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
                     raise RoleTimeoutError(

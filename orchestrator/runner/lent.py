@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nightshift.config.rollout import FleetUse
 from nightshift.wire.lease_file import LeasedServer, Released, read_leases, write_released
 from orchestrator.runner.engine import EngineAddress
 
@@ -20,11 +21,14 @@ class Lent:
 
     Args:
         run_dir: the run's folder.
+        use: what the job asks of its fleet.
         clock: unix seconds.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run_dir: Path, use: FleetUse, clock: Callable[[], float] = time.time) -> None:
         self._run_dir = run_dir
+        self._use = use
+        self._empty_since: float | None = None
         self._clock = clock
         self._listed: dict[int, LeasedServer] = {}
         self._held: set[int] = set()
@@ -36,9 +40,18 @@ class Lent:
         """Whether the run has no server that it may give work to: others have them, and nothing is wrong."""
         return all(server.break_off is not None for server in self._listed.values())
 
+    @property
+    def overdue(self) -> str:
+        """Why it is in vain to wait for a server any longer; "": it is not."""
+        waited = self._clock() - self._empty_since if self._empty_since is not None else 0.0
+        if waited <= self._use.max_wait_s:
+            return ""
+        return f"fleet {self._use.name!r} lent the job no server for {waited:.0f} s (rollout.fleet.max_wait_s)"
+
     def begin(self) -> None:
         """Asks for servers."""
         self._wants = True
+        self._empty_since = self._clock()
         self._say()
 
     def end(self) -> None:
@@ -61,6 +74,7 @@ class Lent:
         self._listed = {server.lease: server for server in read_leases(self._run_dir)}
         usable = [server for server in self._listed.values() if server.break_off is None]
         self._held |= {server.lease for server in usable}
+        self._empty_since = None if usable else self._empty_since or self._clock()
         self._say()
         return [
             EngineAddress(

@@ -20,6 +20,10 @@ class Lending(Protocol):
     def empty(self) -> bool:
         """Whether nothing is lent now, and that is nobody's fault."""
 
+    @property
+    def overdue(self) -> str:
+        """Why it is in vain to wait for a server any longer; "": it is not."""
+
     def begin(self) -> None:
         """Servers are wanted."""
 

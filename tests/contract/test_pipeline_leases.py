@@ -84,6 +84,14 @@ async def test_a_run_waits_for_its_first_lease_longer_than_a_role_may_be_away(tm
         assert said.leases == {7}
 
 
+async def test_a_run_that_is_never_lent_a_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.runner.fleet._LEASE_LOOK_S", 0.05)
+    async with LentRun(tmp_path, rollout={**LONG, "fleet": {"name": "night", "max_wait_s": 1.0}}) as run:
+        assert await run.run(limit_s=120) == 1
+        assert "[rollout] fleet 'night' lent the job no server for" in run.error()
+        assert "nightshift fleets" in run.error()
+
+
 async def test_servers_come_and_go_and_none_is_used_before_or_after_its_lease(tmp_path: Path) -> None:
     async with LentRun(tmp_path, prompts=60, servers=2) as run:
         first, second = run.engines

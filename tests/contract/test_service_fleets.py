@@ -91,7 +91,7 @@ async def test_a_job_that_names_a_fleet_which_is_not_there_is_refused(tmp_path: 
         await api.http.put("/v1/fleets/night", json={"servers": SERVERS})
         made = await api.submit(wanted)
         assert made["spec"]["rollout"]["fleet"] == {
-            "name": "night", "weight": 1.0, "min_servers": 0, "max_servers": None
+            "name": "night", "weight": 1.0, "min_servers": 0, "max_servers": None, "max_wait_s": 3600.0
         }  # fmt: skip
         for wrong in ({"fleet": {"name": "night", "weight": 0}}, {"fleet": "night", "url": "http://h"}):
             assert (await api.http.post("/v1/jobs", json=job(rollout=wrong))).status_code == 422

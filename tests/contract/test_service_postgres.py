@@ -17,9 +17,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import text
 
 from nightshift.wire.events import read_events
+from orchestrator.jobs.leases import Account, Decision, Terms
 from orchestrator.jobs.states import Call, JobState, StateConflictError, ask
 from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.store.engine import HEAD, connect
+from orchestrator.store.fleets import FleetServer, FleetStore, as_lease
 from orchestrator.store.jobs import JobStore, NewJob
 from orchestrator.store.schema import metadata
 from orchestrator.store.state import FencedError, StateStore
@@ -86,6 +88,37 @@ def test_one_schema_whoever_comes_first_and_from_wherever(postgres: Postgres) ->
     with connect(postgres.url).connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD
+
+
+def test_a_fleet_is_lent_by_one_of_many_and_each_server_once(postgres: Postgres) -> None:
+    stores = [FleetStore(connect(postgres.url)) for _ in range(6)]
+    servers = [FleetServer(name, f"http://{name}", "NIGHTSHIFT_ROLLOUT_TOKEN") for name in "ab"]
+    made = stores[0].put("night", Terms(), servers)
+    tokens: list[int | None] = []
+    works = [lambda at=at: tokens.append(stores[at].acquire("night", f"o{at}", 60)) for at in range(6)]
+    assert at_once(*works) == []
+    assert sorted(token for token in tokens if token is not None) == [1]
+    grants = Decision(grants=[("a", "j1"), ("b", "j2")])
+    wrote: list[bool] = []
+    # The right token once, and those of lenders that were replaced, or are none: all at the same time.
+    assert (
+        at_once(*(lambda at=at: wrote.append(stores[at].settle("night", at, 5.0, {}, grants)) for at in range(6))) == []
+    )
+    assert sorted(wrote) == [False] * 5 + [True]
+    first, second = stores[1].open_leases("night")
+    assert (first.server, first.job_id, second.server, second.job_id) == ("a", "j1", "b", "j2")
+    # A server that has a lease gets no second one, whoever asks: the whole decision is refused.
+    errors = at_once(
+        lambda: stores[0].settle("night", 1, 6.0, {"j9": Account(1.0, 1.0)}, Decision(grants=[("a", "j9")]))
+    )
+    assert [type(error).__name__ for error in errors] == ["IntegrityError"]
+    assert stores[2].accounts("night") == {}
+    handed = Decision(ends=[(as_lease(first, released=True), "returned")], grants=[("a", "j2")])
+    assert stores[0].settle("night", 1, 7.0, {"j2": Account(2.0, -1.0)}, handed)
+    assert [lease.job_id for lease in stores[3].open_leases("night")] == ["j2", "j2"]
+    assert stores[3].open_leases("night")[0].number > second.number
+    assert stores[3].accounts("night") == {"j2": Account(2.0, -1.0)}
+    assert stores[4].get("night").counted == 7.0 > made.counted - made.created
 
 
 def test_many_writers_at_once(postgres: Postgres) -> None:

@@ -286,6 +286,18 @@ def order_of(run):
     return path.read_text().split() if path.exists() else []
 
 
+def test_a_job_of_a_fleet_starts_no_server_and_says_where_its_weights_are(agent):
+    run = agent(rollout={"fleet": "night"}, resources={"device": "cpu"})
+    run.until_event("agent", "ready")
+    services = run.services
+    assert services["rollout"] == []
+    assert services["lent"]["weight_backend"] == "safetensors"
+    assert set(services["lent"]["init_info"]) == {"url", "token"}
+    assert ("rollout", "starting") not in run.events()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+
+
 def test_an_agent_of_scorers_alone_starts_nothing_else(agent):
     run = agent(roles="scorers")
     run.until_event("agent", "ready")
