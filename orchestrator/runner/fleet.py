@@ -420,12 +420,11 @@ class Fleet:
             while True:
                 if usable := self._roster.usable:
                     return self._least_loaded(usable)
-                left = deadline - time.monotonic()
-                if self._lending is not None and self._lending.empty:
-                    if overdue := self._lending.overdue:
+                left, lent_out = deadline - time.monotonic(), self._nothing_lent
+                if lent_out:
+                    if self._lending is not None and (overdue := self._lending.overdue):
                         fix = "See `nightshift fleets` for who has the servers, and whether the service runs"
                         raise RoleTimeoutError(overdue, role="rollout", fix=fix)
-                    deadline = max(deadline, time.monotonic() + self._limits.away_s)
                     left = _LEASE_LOOK_S
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
@@ -437,6 +436,8 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
+                if lent_out:  # what was lent now has its time to become usable
+                    deadline = max(deadline, time.monotonic() + self._limits.away_s)
 
     def _least_loaded(self, servers: list[Server]) -> Server:
         return min(servers, key=self._burden if self._refill.limited else _RUNNING)
