@@ -175,10 +175,10 @@ class JobSpec(Section):
             )
         if agents.trainer is None or self.is_preference:
             return
-        if self.rollout.url is None:
+        if self.rollout.own_servers:
             raise ValueError(
                 "resources.agents.trainer is another host, whose weights only servers that are named by rollout.url "
-                "can take: give rollout.url"
+                "or lent by rollout.fleet can take: give rollout.url"
             )
         if self.rollout.weight_transfer not in ("auto", "http"):
             raise ValueError(

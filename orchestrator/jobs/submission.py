@@ -123,7 +123,7 @@ def prepare(
     spec = spec.model_copy(deep=True)
     job_id = new_job_id(spec.name, now)
     run_dir = runs_dir / job_id
-    problems = check_paths(spec, policy)
+    problems = check_paths(spec, policy) + check_hosts(spec)
     if problems:
         raise _wrong(problems)
     try:
@@ -154,6 +154,15 @@ def _resolve(spec: JobSpec, run_dir: Path) -> list[str]:
         return resolve_files(spec, run_dir)
     except (RecursionError, MemoryError) as error:
         return [f"rewards: a source file cannot be parsed: {type(error).__name__}"]
+
+
+def check_hosts(spec: JobSpec) -> list[tuple[str, str]]:
+    """Fields that name hosts to which the service's own tokens would go, with one sentence each."""
+    return [
+        (f"resources.agents.{role}", "belongs to the installation (NIGHTSHIFT_TRAINER_AGENT, NIGHTSHIFT_SCORERS_AGENT)")
+        for role, url in spec.resources.agents.model_dump().items()
+        if url is not None
+    ]
 
 
 def check_paths(spec: JobSpec, policy: Policy) -> list[tuple[str, str]]:

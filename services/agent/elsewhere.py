@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from nightshift.config import JobSpec
 from nightshift.config.rewards import RemoteReward
 from nightshift.config.scorers import REMOTE
+from nightshift.config.site import ROLLOUT
 
 
-def external_server(at: int, url: str) -> dict[str, Any]:
-    """A rollout server that somebody else runs."""
+def external_server(at: int, url: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """A rollout server that somebody else runs.
+
+    Where the installation names its servers, its token goes to these alone, and not to others that a job names.
+    """
+    own = environment.get(ROLLOUT, "").split()
     return {
         "name": f"rollout-{at}",
         "url": url,
-        "token": os.environ.get("NIGHTSHIFT_ROLLOUT_TOKEN", ""),
+        "token": environment.get("NIGHTSHIFT_ROLLOUT_TOKEN", "") if not own or url in own else "",
         "incarnation": "external",
         "weight_backend": "safetensors",
         "pid": 0,

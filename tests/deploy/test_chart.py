@@ -15,6 +15,7 @@ from ray.serve.schema import DeploymentSchema
 
 from nightshift.config import JobSpec
 from nightshift.config.site import with_site
+from nightshift.transfer import weight_transfer
 from services.rollout.command import server_command
 from tests.deploy.charts import CHART, VALUES, VERSIONS, check, helm, of_kind, pods, rendered
 
@@ -353,6 +354,23 @@ def test_a_remote_orchestrator_knows_where_its_jobs_roles_are() -> None:
     told = variables["NIGHTSHIFT_AGENT_TOKEN"]["valueFrom"]
     assert told in [variable.get("valueFrom") for variable in container["env"]], "both have the same token"
     assert f"--host={agent['metadata']['name']}" in container["args"], "its Service leads to it under the name it gives"
+
+
+def test_an_embedded_orchestrator_knows_its_rollout_pods_and_where_they_fetch_weights() -> None:
+    objects = rendered("values-fleet.yaml")
+    (orchestrator,) = of_kind(objects, "Deployment")
+    container = orchestrator["spec"]["template"]["spec"]["containers"][0]
+    told = {v["name"]: v["value"] for v in container["env"] if "value" in v}
+    job = {"name": "x", "model": {"path": "/m"}, "data": {"train_files": ["x"]}, "rewards": [{"function": "x.py:f"}]}
+    spec = with_site(JobSpec.model_validate(job), told)
+    assert len(spec.rollout.urls) == 4
+    assert weight_transfer(spec, "cuda") == "http"
+    fetched = {
+        v["name"]: v.get("value") for v in server_of(objects)["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    port = spec.resources.ports.weights
+    assert fetched["NIGHTSHIFT_WEIGHT_URL"] == f"http://{spec.resources.weight_host}:{port}"
+    assert port in [one["containerPort"] for one in container["ports"]]
 
 
 def test_scorers_are_scaled_by_serve_alone() -> None:

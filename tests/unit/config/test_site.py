@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from nightshift.config.job import JobSpec
-from nightshift.config.site import OTLP, ROLLOUT, SCORERS, TRAINER, with_site
+from nightshift.config.site import OTLP, ROLLOUT, SCORERS, TRAINER, WEIGHTS, with_site
 from nightshift.transfer import weight_transfer
 from nightshift.wire.errors import BadInputError
 
@@ -34,6 +34,17 @@ def test_an_installation_names_the_hosts_that_a_job_leaves_open() -> None:
     assert spec.rollout.urls == ["http://a:8000", "http://b:8000"]
     assert spec.resources.otlp_host == "orchestrator"
     assert weight_transfer(spec, "cpu") == "http"
+
+
+def test_an_installation_says_where_servers_fetch_weights() -> None:
+    site = {ROLLOUT: "http://a:8000", WEIGHTS: "orchestrator:8701"}
+    spec = with_site(job(), site)
+    assert (spec.resources.weight_host, spec.resources.ports.weights) == ("orchestrator", 8701)
+    own = job(resources={"weight_host": "mine", "ports": {"weights": 1}})
+    assert with_site(own, site).resources.weight_host == "mine"
+    assert with_site(job(), SITE | site).resources.ports.weights == 0, "the trainer's host serves them"
+    with pytest.raises(BadInputError, match="does not fit this installation"):
+        with_site(job(), {WEIGHTS: "orchestrator"})
 
 
 def test_what_the_job_says_itself_stays() -> None:
