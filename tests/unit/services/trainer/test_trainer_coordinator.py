@@ -99,6 +99,9 @@ class FakeRanks:
     def peak_memory(self, rank: int) -> int:
         return 100
 
+    def tensors(self, rank: int) -> list[dict[str, Any]]:
+        return [{"role": "trainer", "name": "logprobs", "shape": [8], "dtype": "float32", "device": f"cuda:{rank}"}]
+
 
 def call(
     step: int = 1, attempt: int = 0, part: int = 0, final: bool = True, samples: list[Sample] | None = None, **more: Any
@@ -141,6 +144,16 @@ async def test_an_update_is_applied_and_its_retry_gets_the_earlier_answer(tmp_pa
     assert again.metrics == answer.metrics
     assert ranks.made("apply") == 1
     assert (coordinator.version, coordinator.optimizer_steps) == ("r/0/1", 1)
+
+
+async def test_tensors_are_told_where_they_are_asked_for_and_by_one_rank(tmp_path: Path) -> None:
+    coordinator, ranks = await ready(tmp_path)
+    assert (await coordinator.update(call())).tensors == []
+    assert ranks.made("tensors") == 0, "nobody asked"
+    (told,) = (await coordinator.update(call(step=2, debug=True))).tensors
+    assert (told["name"], told["device"]) == ("logprobs", "cuda:0")
+    empty = await coordinator.update(call(step=3, samples=[], debug=True))
+    assert (empty.stepped, empty.tensors) == (False, []), "of a part before this one there is nothing to tell"
 
 
 async def test_a_retry_while_the_update_runs_waits_for_the_same_result(tmp_path: Path) -> None:
