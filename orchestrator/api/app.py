@@ -34,6 +34,7 @@ from orchestrator.api.models import Health
 from orchestrator.api.problems import MEDIA_TYPE, ProblemError, errors
 from orchestrator.api.rate import RateLimit
 from orchestrator.api.request_metrics import CountRequests, Metrics
+from orchestrator.api.routes_fleets import servers_by_state
 from orchestrator.api.scrape import run_expositions
 from orchestrator.api.service import Service, ServiceDep
 
@@ -120,7 +121,7 @@ def _add_health(app: FastAPI, service: Service, metrics: Metrics) -> None:
     )
     def figures() -> Response:
         """Figures for Prometheus, of the service and of all runs: no job's content, and no token needed."""
-        own = metrics.text(service.jobs.counts(), service.streams)
+        own = metrics.text(service.jobs.counts(), service.streams, servers_by_state(service))
         return Response(merge([own, *run_expositions(service.config.runs_dir)]), media_type=CONTENT_TYPE_LATEST)
 
 

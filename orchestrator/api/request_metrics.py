@@ -30,8 +30,25 @@ class Metrics:
         self._jobs = Gauge("nightshift_jobs", "Jobs by state.", ["state"], registry=self._registry)
         self._streams = Gauge("nightshift_event_streams", "Open event streams.", registry=self._registry)
 
-    def text(self, jobs: dict[str, int], streams: int) -> bytes:
-        """All figures in Prometheus' text form."""
+        self._servers = Gauge(
+            "nightshift_lease_servers",
+            "Servers of a fleet: lent, free, or away (lent or not, they do not answer).",
+            ["fleet", "state"],
+            registry=self._registry,
+        )
+
+    def text(self, jobs: dict[str, int], streams: int, servers: dict[str, dict[str, int]]) -> bytes:
+        """All figures in Prometheus' text form.
+
+        Args:
+            jobs: by state.
+            streams: event streams that are open.
+            servers: of each fleet, by state.
+        """
+        self._servers.clear()  # fleets that are gone
+        for fleet, states in servers.items():
+            for state, count in states.items():
+                self._servers.labels(fleet, state).set(count)
         for state in JobState:
             self._jobs.labels(str(state)).set(jobs.get(str(state), 0))
         self._streams.set(streams)

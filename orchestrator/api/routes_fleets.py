@@ -196,3 +196,15 @@ def _shares(service: Service, caller: Caller, fleet: Fleet) -> list[ShareInfo]:
         )
         for record, claim in zip(records, claims, strict=True)
     ]
+
+
+def servers_by_state(service: Service) -> dict[str, dict[str, int]]:
+    """Of each fleet, servers that are lent, free, or do not answer."""
+    found: dict[str, dict[str, int]] = {}
+    for fleet in service.fleets.all():
+        lent = {lease.server for lease in service.fleets.open_leases(fleet.name)}
+        counts = found[fleet.name] = dict.fromkeys(("lent", "free", "away"), 0)
+        for server in fleet.servers:
+            healthy = service.pulse.healthy(server.url)
+            counts["away" if not healthy else "lent" if server.name in lent else "free"] += 1
+    return found

@@ -198,3 +198,38 @@ async def test_a_lease_that_ended_without_a_word_is_broken_off_at_once(tmp_path:
         assert await run.run(watch=watch, limit_s=180) == 0, run.error()
         audit(run, steps=12, staleness=1)
         assert any(request.disconnected for request in first.samples)
+
+
+async def test_a_run_that_used_a_server_beyond_its_lease_trains_on_no_token_of_another_job(tmp_path: Path) -> None:
+    """As after a deadline that passed while the runner hung: the server holds another job's weights by then."""
+    async with LentRun(tmp_path, prompts=24, servers=2, token_s=0.02) as run:
+        first, second = run.engines
+
+        async def watch(job: Job) -> None:
+            run.lend(first, 1)
+            run.lend(second, 2)
+            await run.until(
+                lambda: len(run.updates) >= 2 and any(r.sent >= 4 and not r.status for r in first.samples),
+                "a part of a response there",
+                60.0,
+            )
+            first.weights, first.version = first.weights + 0.5, "other-20260101-000000-abcd/1/3"
+            drawn = len(first.samples)
+            await run.until(
+                lambda: any("other-" in label for r in first.samples for label in r.labels), "tokens of the other", 60.0
+            )
+            await run.until(lambda: any("other-" in text for text in told(run)), "the run to notice", 60.0)
+            run.end(1)
+            assert drawn
+            await asyncio.Event().wait()
+
+        assert await run.run(watch=watch, limit_s=180) == 0, run.error()
+        audit(run, steps=12, staleness=1)
+        assert balance(run) == {"issued": 24, "trained": 24}
+        versions = {version for row in run.rollouts() for version in row["versions"]}
+        assert all(version.startswith(f"{run.run_dir.name}/") for version in versions)
+
+
+def told(run: FakeRun) -> list[str]:
+    """What the run said of its servers."""
+    return [str(event.get("detail") or event.get("message") or "") for event in run.events()]

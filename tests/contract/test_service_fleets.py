@@ -46,6 +46,8 @@ async def test_a_fleet_is_registered_changed_and_removed(tmp_path: Path) -> None
         assert (await api.http.get("/v1/fleets")).json()["fleets"] == [made]
         assert (await api.http.get("/v1/fleets/night")).json() == made
         assert (await api.http.get("/v1/fleets/night/leases")).json() == {"leases": [], "shares": [], "next": None}
+        figures = (await api.http.get("/metrics")).text
+        assert 'nightshift_lease_servers{fleet="night",state="away"} 2.0' in figures, "they do not answer"
         clash = await api.http.put("/v1/fleets/day", json={"servers": SERVERS[:1]})
         assert (clash.status_code, "another fleet" in clash.json()["detail"]) == (422, True)
         assert (await api.http.delete("/v1/fleets/night")).status_code == 204
