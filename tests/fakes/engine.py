@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from services.rollout.request_log import RequestLogger
 from tests.fakes import choices, frames, policy, telling
 from tests.fakes.faults import Fault, Faults
 from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, PREFETCH, ROUTE, VLLM, Refused, Request, body_of
+from tests.fakes.serving import serve
 from tests.fakes.telling import disconnected, seed_of, step_of, tokens_before
 from tests.fixtures.tokenizer_k import EOS
 
@@ -93,25 +93,7 @@ class FakeEngine:
         """Starts a process: a new incarnation with the base weights, on the port of the one before."""
         self._reset()
         self._log = RequestLogger(self.logs and log_path(self.logs, self.name), self.name, self.incarnation)
-        # The protocol is named so that asyncio turns Nagle's algorithm off, which would delay each answer by 40 ms.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            self._app,
-            interface="asgi3",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            ws="none",
-            timeout_keep_alive=60,
-        )
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[listener])
-        self._server = server
+        self._server, self.port = await serve(self._app, self.port)
         self.alive = True
 
     async def kill(self) -> None:
