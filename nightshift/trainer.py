@@ -22,13 +22,12 @@ from nightshift.cli import prepare
 from nightshift.client import Client
 from nightshift.client.models import Job
 from nightshift.config.live import ALIASES, ASYNC, LIVE, SettingsError, why_fixed
+from nightshift.trainer_job import Batch, check_job, job_file, merged, rows_of
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 
 _ASK_S = 3600.0
 #: Steps of a driven job, which ends when its driver says so.
 _MANY_STEPS = 1_000_000
-#: Rows with ``prompt`` and what the reward reads, or columns of equal length.
-Batch = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +178,8 @@ class Trainer:
                     f"{name} is {model!r}, but its weights are trained here and must be at hand", role="trainer",
                     fix="Name an HF id or a folder; reward and reference may be URLs",
                 )  # fmt: skip
-        self._job_file = _job_file(actor_model, critic_model, reward_model, reference_model, config or {})
-        _check(self._job_file)
+        self._job_file = job_file(actor_model, critic_model, reward_model, reference_model, config or {})
+        check_job(self._job_file)
         self._remote = (url, token) if url is not None else None
         self._command = list(service_command)
         self._service: subprocess.Popen[str] | None = None
@@ -238,7 +237,7 @@ class Trainer:
         Raises:
             NightshiftError: names the role that failed, and the fix.
         """
-        rows = _rows(batch)
+        rows = rows_of(batch)
         client, job = self._started(rows)
         return self._collect(client.post(job.id, {"kind": "rollout", "rows": rows}))
 
@@ -260,7 +259,7 @@ class Trainer:
         """
         asked: list[int] = []
         for batch in batches:
-            rows = _rows(batch)
+            rows = rows_of(batch)
             client, job = self._started(rows)
             asked.append(client.post(job.id, {"kind": "rollout", "rows": rows}))
             if len(asked) > int(self.config.use_async_rollout):
@@ -301,10 +300,10 @@ class Trainer:
         Raises:
             RoleError: the job failed.
         """
-        job = _merged(self._job_file, {"data": {"train_files": [str(Path(file).resolve()) for file in train_files]}})
-        job = _merged(job, sections)
+        job = merged(self._job_file, {"data": {"train_files": [str(Path(file).resolve()) for file in train_files]}})
+        job = merged(job, sections)
         if total_steps is not None:
-            job = _merged(job, {"trainer": {"total_steps": total_steps}})
+            job = merged(job, {"trainer": {"total_steps": total_steps}})
         client = self._connected()
         done = client.wait(client.submit(job).id)
         if done.state != "succeeded":
@@ -401,7 +400,7 @@ class Trainer:
                 path = Path(folder) / "first_batch.jsonl"
                 path.write_text("".join(json.dumps(row) + os.linesep for row in rows), encoding="utf-8")
                 steps = {"total_steps": _MANY_STEPS, "test_freq": 0}
-                job = _merged({"trainer": steps, "data": {"train_files": [str(path)]}}, self._job_file)
+                job = merged({"trainer": steps, "data": {"train_files": [str(path)]}}, self._job_file)
                 self._job = client.submit(job, session=True)
         return client, self._job
 
@@ -445,10 +444,10 @@ class Trainer:
             self._client.set(self._job.id, {name: value})
             return
         if name == ASYNC:
-            self._job_file = _merged(self._job_file, {"pipeline": {"max_staleness": 1 if value else 0}})
+            self._job_file = merged(self._job_file, {"pipeline": {"max_staleness": 1 if value else 0}})
             return
         section, _, key = ALIASES.get(name, name).partition(".")
-        self._job_file = _merged(self._job_file, {section: {key: value}})
+        self._job_file = merged(self._job_file, {section: {key: value}})
 
     def _get(self, name: str) -> Any:
         from nightshift.config import JobSpec
@@ -459,62 +458,8 @@ class Trainer:
             found = self._client.settings(self._job.id)
             present = {item["key"]: item["value"] for item in found["settings"]} | found["pending"]
         else:
-            spec = JobSpec.model_validate(_merged({"data": {"train_files": ["-"]}}, self._job_file))
+            spec = JobSpec.model_validate(merged({"data": {"train_files": ["-"]}}, self._job_file))
             present = {key: get(spec, key)} if key in LIVE else {}
         if key not in present:
             raise AttributeError(f"there is no setting {name!r}; there are {', '.join(sorted([*ALIASES, ASYNC]))}")
         return present[key] != 0 if name == ASYNC else present[key]
-
-
-def _rows(batch: Batch) -> list[dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        lengths = {name: len(values) for name, values in batch.items()}
-        if len(set(lengths.values())) != 1:
-            raise BadInputError(f"the columns of a batch must have one length, got {lengths}", role="job")
-        batch = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    rows = [dict(row) for row in batch]
-    if not rows or not all("prompt" in row for row in rows):
-        raise BadInputError("a batch must hold rows with a prompt", role="job")
-    return rows
-
-
-def _job_file(
-    actor: str, critic: str | None, reward: str, reference: str | None, config: Mapping[str, Any]
-) -> dict[str, Any]:
-    if reward.startswith("grpc://"):
-        rewards: dict[str, Any] = {"type": "grpc", "url": reward, "name": "reward"}
-    elif ".py:" in reward:
-        rewards = {"function": reward}
-    else:
-        rewards = {"type": "classifier", "model": reward}
-    job: dict[str, Any] = {"name": "trainer", "model": {"path": actor}, "rewards": [rewards]}
-    if critic is not None:
-        job |= {"scorers": {"critic": {"model": critic}}, "algorithm": {"estimator": "gae"}}
-    if reference is not None:
-        job = _merged(job, {"scorers": {"reference": {"model": reference}}})
-    return _merged(job, config)
-
-
-def _check(job: Mapping[str, Any]) -> None:
-    """Checks what can be checked before there are prompts.
-
-    Raises:
-        BadInputError: names each field that is wrong.
-    """
-    from pydantic import ValidationError
-
-    from nightshift.config import JobSpec
-    from nightshift.config.messages import explain_all
-
-    try:
-        JobSpec.model_validate(_merged({"data": {"train_files": ["-"]}}, job))
-    except ValidationError as errors:
-        raise BadInputError("; ".join(text for _, text in explain_all(errors)), role="job") from errors
-
-
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(one)
-    for key, value in other.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
