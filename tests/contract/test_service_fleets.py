@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -97,6 +98,27 @@ async def test_a_job_that_names_a_fleet_which_is_not_there_is_refused(tmp_path: 
         }  # fmt: skip
         for wrong in ({"fleet": {"name": "night", "weight": 0}}, {"fleet": "night", "url": "http://h"}):
             assert (await api.http.post("/v1/jobs", json=job(rollout=wrong))).status_code == 422
+
+
+def test_fleets_of_a_file_are_there_when_the_service_is(tmp_path: Path) -> None:
+    path = tmp_path / "fleets.yaml"
+    path.write_text("night:\n  servers: [{name: a, url: 'http://127.0.0.1:9'}]\n  hold_s: 60\n")
+    with Up(tmp_path / "data", "--fleets", str(path)) as up:
+        shown = up.cli("fleets")
+        assert "night: 1 servers, 0 lent" in shown
+        assert "free, does not answer" in shown
+        assert "weight" in up.cli("fleets", "night")
+        assert "there is no fleet 'day'" in up.cli("fleets", "day", code=2)
+    path.write_text("night: {servers: [{name: a}]}")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "nightshift.cli.main", "up", "--data-dir", str(up.folder)),
+            *("--port", "0", "--fleets", str(path)),
+        ],
+        env=up.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "night.servers.0.url" in done.stderr
 
 
 # Real runners ---------------------------------------------------------------------------------------------------------

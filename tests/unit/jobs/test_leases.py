@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.jobs.leases import Account, Claim, Lease, Member, Terms, advance, decide, shares
+from orchestrator.jobs.leases import Account, Claim, Decision, Lease, Member, Terms, advance, decide, shares
 
 TERMS = Terms(hold_s=10.0, switch_s=1.0, drain_s=3.0, deadline_s=5.0)
 
@@ -224,3 +224,40 @@ def test_a_server_that_does_not_answer_is_asked_back_and_not_granted() -> None:
     found.members[0] = Member("s0")
     found.run(1)
     assert found.leases["s0"].token == 2
+
+
+def test_a_job_that_comes_owes_nothing_and_is_owed_nothing_by_those_that_left() -> None:
+    """What the others are owed together is that of a job that is gone: only their differences count."""
+    before = {"a": Account(lag=50.0), "b": Account(lag=30.0), "gone": Account(lag=-80.0)}
+    after = advance(before, [Member("s0")], [Claim("a"), Claim("b"), Claim("new")], [], 0.0)
+    assert {job_id: round(account.lag, 6) for job_id, account in after.items()} == pytest.approx(
+        {"a": 70 / 3, "b": 10 / 3, "new": -80 / 3}, abs=1e-5
+    )
+    assert sum(account.lag for account in after.values()) == pytest.approx(0.0)
+
+
+def test_a_server_on_its_way_is_not_asked_for_twice() -> None:
+    members, claims = [Member("s0"), Member("s1")], [Claim("a"), Claim("b")]
+    leases = [Lease("s0", "a", 1, 0.0, asked=98.0), Lease("s1", "a", 2, 0.0)]
+    accounts = {"a": Account(lag=-2.0), "b": Account(lag=2.0)}  # more than a switch costs, less than a lease
+    assert decide(TERMS, members, claims, leases, accounts, 100.0) == Decision([], [], [])
+
+
+def test_a_job_at_its_lower_bound_keeps_it_whatever_it_had_before() -> None:
+    members, claims = [Member("s0"), Member("s1")], [Claim("a", least=1), Claim("b")]
+    leases = [Lease("s0", "a", 1, 0.0), Lease("s1", "b", 2, 0.0)]
+    accounts = {"a": Account(lag=-500.0), "b": Account(lag=500.0)}
+    assert decide(TERMS, members, claims, leases, accounts, 100.0).asks == []
+    without = [Claim("a"), Claim("b")]
+    assert [lease.server for lease, _ in decide(TERMS, members, without, leases, accounts, 100.0).asks] == ["s0"]
+
+
+def test_a_job_gets_no_more_than_it_has_a_use_for() -> None:
+    found = world(4, [5.0, 1.0])
+    found.claims[0] = replace(found.claims[0], most=1)
+    found.run(200)
+    assert Counter(lease.job_id for lease in found.leases.values()) == {"j0": 1, "j1": 3}
+    alone = world(3, [1.0])
+    alone.claims[0] = replace(alone.claims[0], most=2)
+    alone.run(200)
+    assert (len(alone.leases), alone.granted) == (2, 2)
