@@ -25,6 +25,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import signal
 import statistics
 import subprocess
@@ -285,8 +286,14 @@ def serving(folder: Path, scale: Scale, job: dict[str, Any]) -> Iterator[Path]:
             process.kill()
 
 
-def cost(engines: int, batch: int, n: int, eta: int, factor: float, steps: int, flush_tokens: int) -> dict[str, Any]:
-    """A run with the orchestrator in a process of its own."""
+def cost(
+    engines: int, batch: int, n: int, eta: int, factor: float, steps: int, flush_tokens: int, files: int | None = None
+) -> dict[str, Any]:
+    """A run with the orchestrator in a process of its own, which may open so many files.
+
+    The services have a listener for each engine and a file for each connection of the orchestrator: where both have the
+    same limit, theirs is reached first.
+    """
     scale, times = balanced(engines, batch, n)
     scale = Scale(**{**vars(scale), "factor": factor})
     job = settings(batch, n, eta, steps, 0)
@@ -296,6 +303,8 @@ def cost(engines: int, batch: int, n: int, eta: int, factor: float, steps: int, 
         with serving(folder, scale, job) as run_dir:
             command = [sys.executable, "-m", "orchestrator.runner", "--run-dir", str(run_dir)]
             process = subprocess.Popen(command)
+            if files is not None:
+                resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
             sampler = Sampler(process.pid)
             sampler.start()
             try:
@@ -403,6 +412,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="of a prompt group")
     parser.add_argument("--factor", type=float, default=1.0, help="simulated seconds in a real one, of cost")
     parser.add_argument("--steps", type=int, help="fewer or more of them")
+    parser.add_argument(
+        "--files", type=int, help="that the orchestrator may open, of cost; default: what the system allows"
+    )
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
     options = parser.parse_args()
     if options.part == "cores":
@@ -428,7 +440,14 @@ def main() -> None:
         engines, batch = options.engines or ENGINES, options.batch or BATCH
         (eta,) = options.eta or (7,)
         value = cost(
-            engines, batch, options.samples or 4, eta, options.factor, options.steps or 4, options.flush_tokens
+            engines,
+            batch,
+            options.samples or 4,
+            eta,
+            options.factor,
+            options.steps or 4,
+            options.flush_tokens,
+            options.files,
         )
         note(options.out, "cost", f"{value['in_flight']} in flight, flush {options.flush_tokens}", value)
     else:
