@@ -57,14 +57,16 @@ def thin_image(tmp_path: Path) -> Iterator[str]:
     parents = sorted({str(parent) for mount in mounts for parent in mount.parents if str(parent) != "/"})
     (context / "Dockerfile").write_text(
         f"FROM {base}\n"
-        "RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 libnuma1 procps \\\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends g++ libgomp1 libnuma1 procps \\\n"
         f" && mkdir -p {' '.join(map(str, mounts))} && chmod 755 {' '.join(parents)} \\\n"
         " && groupadd --gid 10001 nightshift \\\n"
         " && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp nightshift \\\n"
         " && install -d -o 10001 -g 10001 /data\n"
         + "".join(f"COPY {room} /opt/nightshift/{room}\n" for room in ("nightshift", "orchestrator", "services"))
         + f"ENV PATH={environment_folder()}/bin:/usr/bin:/bin PYTHONPATH=/opt/nightshift PYTHONUNBUFFERED=1 HOME=/tmp "
-        "HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1\n"
+        "HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 "
+        # The image `ray` holds DeepSpeed's operators; here they are compiled, and /tmp executes nothing.
+        "TORCH_EXTENSIONS_DIR=/data/torch_extensions\n"
         "USER 10001:10001\nWORKDIR /data\n"
         'ENTRYPOINT ["python", "-m", "nightshift.cli.main"]\n'
     )
