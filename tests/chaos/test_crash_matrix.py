@@ -22,4 +22,6 @@ def test_the_job_completes_and_its_books_balance(tmp_path: Path, name: str) -> N
     assert len(outcome.kills) == KILLS
     assert outcome.audit["balanced"]
     lost_weights = {"rank", "orchestrator"}  # after which the run goes back to a checkpoint, in a new lineage
-    assert outcome.audit["lineage"] == (KILLS if name in lost_weights else 0)
+    # A runner that dies before the first checkpoint has its trainer replaced, which is one more.
+    more = 1 if name == "orchestrator" else 0
+    assert 0 <= outcome.audit["lineage"] - (KILLS if name in lost_weights else 0) <= more
