@@ -33,10 +33,10 @@ def init_process_group(rank: int, world: int, init_method: str | None, device: s
         device: "cpu" or "cuda".
         timeout_s: deadline of the rendezvous and of each collective.
     """
-    if dist.is_initialized():
-        return
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world)):
         os.environ.setdefault(name, str(value))
+    if dist.is_initialized():
+        return
     from datetime import timedelta
 
     common: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout_s)}
