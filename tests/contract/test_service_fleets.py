@@ -30,6 +30,8 @@ from tests.fakes.up import Up
 from tests.fixtures.rows import write_parquet
 from tests.fixtures.tokenizer_k import write_folder
 
+#: Leases of the job with the least weight, after which the shares are looked at: 40 for 5 per cent.
+LEASES = int(os.environ.get("NIGHTSHIFT_FLEET_LEASES", "12"))
 COMMAND = [sys.executable, "-m", "tests.fakes.session_process", "{folder}"]
 SERVERS = [{"name": "a", "url": "http://127.0.0.1:9"}, {"name": "b", "url": "http://127.0.0.1:10/"}]
 
@@ -205,7 +207,7 @@ def check_no_overlap(leases: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(1200)
 def test_three_jobs_share_four_servers_by_weight(inputs: Path, tmp_path: Path) -> None:
-    """Weights 1:2:3, over so many leases that one more or less is no matter. Then the service is killed."""
+    """Weights 1:2:3, over so many leases that two more or less are no matter. Then the service is killed."""
     weights = {"one": 1.0, "two": 2.0, "three": 3.0}
     arguments = ("--at-once", "3", "--allow-path", str(inputs), "--tick-s", "0.1")
     with SharedServers(tmp_path / "fleet", 4) as shared, Up(tmp_path / "data", *arguments, command=COMMAND) as up:
@@ -218,7 +220,7 @@ def test_three_jobs_share_four_servers_by_weight(inputs: Path, tmp_path: Path) -
             wait_for(lambda: wanting(client) == 3, "three jobs that want servers")
             began = time.time()
             smallest = ids["one"]
-            wait_for(lambda: fewest_leases(client, [smallest], since=began) >= 40, "forty leases of it", 900.0)
+            wait_for(lambda: fewest_leases(client, [smallest], since=began) >= LEASES, f"{LEASES} leases of it", 900.0)
             until = time.time()
             leases = all_leases(client)
             seconds: Counter[str] = Counter()
@@ -228,7 +230,7 @@ def test_three_jobs_share_four_servers_by_weight(inputs: Path, tmp_path: Path) -
             got = {name: seconds[job_id] / seconds.total() for name, job_id in ids.items()}
             print({name: f"{share:.2%}" for name, share in got.items()}, f"{seconds.total():.0f} server-seconds")
             for name, weight in weights.items():
-                assert got[name] == pytest.approx(weight / 6, rel=0.05)
+                assert got[name] == pytest.approx(weight / 6, rel=2 / LEASES)
 
         up.kill()
         up.start()
