@@ -122,6 +122,10 @@ def test_the_report_of_a_live_job_says_what_its_steps_took(page: Any, up: Up, li
         page.get_by_role("heading", name=heading).wait_for()
     row = page.get_by_role("row", name="generation")
     assert "0.12 s" in row.inner_text(), "six tenths of the steps of the process that plays the job"
+    deadline = time.monotonic() + 60
+    with up.client() as client:
+        while client.report(live)["steps"]["made"] <= made:
+            assert time.monotonic() < deadline, "no further step"
     page.get_by_role("button", name="Draw up again").focus()
     page.keyboard.press("Enter")
     page.wait_for_function(
