@@ -108,11 +108,6 @@ class Scheduler:
         """Jobs that have a process which this orchestrator follows."""
         return list(self._driven)
 
-    @property
-    def database_away(self) -> bool:
-        """Whether the last look at the database failed."""
-        return self._away_since is not None
-
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()

@@ -57,6 +57,7 @@ _MAX_BODY = 64 << 20
 #: Seconds without a question after which a run's services are ended: its runner is gone.
 _IDLE_S = 300.0
 _STOP_S = 100.0
+_KILL_S = 30.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -186,7 +187,14 @@ class Host:
                     _log.warning("the agent of %s did not end within %.0f s and is killed", run.run_id, _STOP_S)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait()
+            try:
+                run.process.wait(_KILL_S)
+            except subprocess.TimeoutExpired as error:
+                raise RoleError(
+                    f"the agent of {run.run_id} (process {run.process.pid}) still runs {_KILL_S:.0f} s after kill -9",
+                    role="agent",
+                    fix="Look at what it waits for: a device or a file system that does not answer",
+                ) from error
             self._run = None
 
     def end_idle(self, idle_s: float = _IDLE_S) -> None:
@@ -377,7 +385,10 @@ def _with_model(override: str) -> str:
 
 def _watch(host: Host, ending: threading.Event) -> None:
     while not ending.wait(5.0):
-        host.end_idle()
+        try:
+            host.end_idle()
+        except NightshiftError as error:  # it is tried again
+            _log.error("%s", error)
 
 
 def _events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

@@ -61,8 +61,8 @@ def request_of(spec: JobSpec, roles: frozenset[str], otlp: str | None, url: str)
     """
     job = spec.model_copy(deep=True)
     job.resources.agents = AgentsConfig()
-    if not job.is_preference:
-        job.rollout.weight_transfer = "http" if not job.rollout.own_servers else job.rollout.weight_transfer
+    if not job.is_preference and not job.rollout.own_servers:
+        job.rollout.weight_transfer = "http"
     files: dict[str, str] = {}
     for field, text, put in list(local_files(job)):
         if field.startswith("data.") or is_remote(text):

@@ -62,12 +62,14 @@ def server_command(
     max_positions: int | None = None,
     base_env: Mapping[str, str] | None = None,
     vllm_version: tuple[int, int] | None = None,
+    host: str = "127.0.0.1",
 ) -> ServerCommand:
     """Arguments and whole environment of ``vllm.entrypoints.openai.api_server`` for a job.
 
     Args:
         store: folder of the published weights; the server takes weight files from nowhere else. None: from no folder.
         cores: CPU cores that its compute threads are bound to (CPU only); empty: vLLM's own choice.
+        host: address that it listens on.
         gpu: CUDA device of the server, as this process counts them; None: the first one.
         weight_backend: "safetensors", "ipc" or "nccl"; None: what suits the device.
         weights_url: weight server that it may fetch weight files from; None: from none.
@@ -83,7 +85,7 @@ def server_command(
     argv += ["--model", spec.model.path, "--served-model-name", "policy"]
     if spec.model.tokenizer:
         argv += ["--tokenizer", spec.model.tokenizer]
-    argv += ["--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--host", host, "--port", str(port)]
     argv += ["--dtype", rollout.dtype, "--max-model-len", str(context_length(spec, max_positions))]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs)]
     argv += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))]

@@ -37,6 +37,7 @@ def command_of(job: Path, overrides: list[str], host: str, port: int, environmen
     cache = environment.get(CACHE_VARIABLE)
     command = server_command(
         spec,
+        host=host,
         port=port,
         token=environment[TOKEN_VARIABLE],
         store=None,
@@ -50,7 +51,6 @@ def command_of(job: Path, overrides: list[str], host: str, port: int, environmen
         max_positions=max_positions(Path(spec.model.path)),
         base_env=environment,
     )
-    command.argv[command.argv.index("--host") + 1] = host
     env = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S, NAME_VARIABLE: "rollout", **command.env}
     return ServerCommand(command.argv, env | {INCARNATION_VARIABLE: secrets.token_hex(8)})
 

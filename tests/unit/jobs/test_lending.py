@@ -19,16 +19,9 @@ from orchestrator.jobs.states import Happening, observe
 from orchestrator.store.engine import connect
 from orchestrator.store.fleets import FleetServer, FleetStore
 from orchestrator.store.jobs import JobStore, NewJob
+from tests.fixtures.clock import Clock
 
 TERMS = Terms(hold_s=10.0, switch_s=1.0, drain_s=3.0, deadline_s=20.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Answers(Pulse):

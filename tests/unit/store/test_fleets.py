@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from sqlalchemy import Engine, insert
 from sqlalchemy.exc import IntegrityError
 
 from nightshift.wire.errors import BadInputError
 from orchestrator.jobs.leases import Account, Decision, Terms
-from orchestrator.store.engine import connect
 from orchestrator.store.fleets import FleetInUseError, FleetServer, FleetStore, UnknownFleetError, as_lease
 from orchestrator.store.schema import fleet_leases
+from tests.fixtures.clock import Clock
 
 TERMS = Terms(10.0, 1.0, 2.0, 5.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Engine:
-    return connect(f"sqlite:///{tmp_path / 'state.db'}")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -29,26 +29,9 @@ from orchestrator.store.jobs import (
 )
 from orchestrator.store.schema import metadata
 from orchestrator.store.state import FencedError, RunState, StateStore
+from tests.fixtures.clock import Clock
 
 MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Engine:
-    return connect(f"sqlite:///{tmp_path / 'state.db'}")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
