@@ -150,11 +150,21 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def wait_for(condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> None:
+def wait_for(
+    condition: Callable[[], Any], what: str, limit_s: float = 120.0, *, state: Callable[[], Any] = lambda: ""
+) -> None:
+    """Waits; what it found instead is said with ``state``."""
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
+        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}\n{state()}"
         time.sleep(0.2)
+
+
+def told(client: Client) -> str:
+    """Jobs, shares and the newest leases, for the message of a wait that was in vain."""
+    jobs = [(job.name, job.state, job.step, job.error) for job in client.jobs()]
+    found = client.leases("night", limit=20)
+    return "\n".join(map(str, [time.time(), *jobs, *client.fleets(), *found["shares"], *found["leases"]]))
 
 
 def all_leases(client: Client, fleet: str = "night") -> list[dict[str, Any]]:
@@ -217,10 +227,13 @@ def test_three_jobs_share_four_servers_by_weight(inputs: Path, tmp_path: Path) -
                 name: client.submit(fleet_job(inputs, name, steps=100_000, weight=weight)).id
                 for name, weight in weights.items()
             }
-            wait_for(lambda: wanting(client) == 3, "three jobs that want servers")
+            wait_for(lambda: wanting(client) == 3, "three jobs that want servers", state=lambda: told(client))
             began = time.time()
             smallest = ids["one"]
-            wait_for(lambda: fewest_leases(client, [smallest], since=began) >= LEASES, f"{LEASES} leases of it", 900.0)
+            wait_for(
+                lambda: fewest_leases(client, [smallest], since=began) >= LEASES,
+                f"{LEASES} leases of it", 900.0, state=lambda: told(client),
+            )  # fmt: skip
             until = time.time()
             leases = all_leases(client)
             seconds: Counter[str] = Counter()
@@ -236,7 +249,10 @@ def test_three_jobs_share_four_servers_by_weight(inputs: Path, tmp_path: Path) -
         up.start()
         with up.client() as client:
             back = time.time()
-            wait_for(lambda: fewest_leases(client, ids.values(), since=back) >= 3, "further leases of each job", 400.0)
+            wait_for(
+                lambda: fewest_leases(client, ids.values(), since=back) >= 3,
+                "further leases of each job", 400.0, state=lambda: told(client),
+            )  # fmt: skip
             leases = all_leases(client)
             assert {lease["ended_why"] for lease in leases} == {"", "returned"}, "the restart took nothing away"
             assert any(lease["since"] < back < (lease["ended"] or back + 1) for lease in leases)
