@@ -57,6 +57,7 @@ class Metric:
 
 
 STAGES = (
+    "issue",
     "generate",
     "retry",
     "rollout",
@@ -64,9 +65,12 @@ STAGES = (
     "reference",
     "teacher",
     "critic",
+    "keep",
     "buffer",
     "group",
     "optimizer_step",
+    "store_rollouts",
+    "await_push",
     "publish",
     "push_weights",
     "checkpoint",

@@ -39,9 +39,9 @@ class Group:
     trace_id: str
     started_version: int  # step of the weights that the servers held when it started
     span: Span
+    waiting: Span | None = None  # open while the group waits: for the ledger and its start, then for its step
     samples: list[Sample] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # causes of samples that could not be had
-    waiting: Span | None = None  # open while the finished group waits for its step
     intervals: dict[str, Interval] = field(default_factory=dict)  # role -> (start, end), unix seconds
 
     @property
@@ -77,6 +77,12 @@ class Group:
             if array is not None
         ]
         return sum(array.nbytes for array in arrays)
+
+    def end_wait(self) -> None:
+        """Ends the span of its wait, if it waits."""
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
 
 
 def group_id(index: int) -> str:

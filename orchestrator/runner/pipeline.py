@@ -182,20 +182,21 @@ class Pipeline:
             epoch, row = self._cursor.next()
             span, trace_id = start_group_span(self._tracing, index, self._prompts[row], epoch)
             records.append(GroupRecord(index, row, epoch, trace_id))
-            spans.append(span)
+            spans.append((span, self._tracing.child("issue", span)))
         if records:
             await self._books.issue(*records)
         version = self._stepper.server_step
         new = (
-            Group(record.index, self._prompts[record.row], record.epoch, record.trace_id, version, span)
-            for record, span in zip(records, spans, strict=True)
+            Group(record.index, self._prompts[record.row], record.epoch, record.trace_id, version, *both)
+            for record, both in zip(records, spans, strict=True)
         )
         return [*again, *new]
 
     def _start_again(self, record: GroupRecord) -> Group:
         prompt = self._prompts[record.row]
         span, _ = start_group_span(self._tracing, record.index, prompt, record.epoch, record.trace_id)
-        return Group(record.index, prompt, record.epoch, record.trace_id, self._stepper.server_step, span)
+        issue = self._tracing.child("issue", span)
+        return Group(record.index, prompt, record.epoch, record.trace_id, self._stepper.server_step, span, issue)
 
     async def _launch_held(self, groups: list[Group]) -> None:
         """Starts a whole batch while the servers hold, so that they queue its requests in the order of their ids."""
@@ -218,6 +219,7 @@ class Pipeline:
             self._fail(task.exception())
 
     async def _run_group(self, group: Group) -> None:
+        group.end_wait()
         try:
             await self._runner.run(group)
         except NightshiftError as error:
@@ -236,14 +238,15 @@ class Pipeline:
             await self._filter(group)
             return
         self._state.filtered_in_row = 0
-        self._spool.put(group.index, group.samples)
-        versions = sorted(group.versions, key=lambda version: int(version.rsplit("/", 1)[-1]))
-        await self._books.move(
-            group.index,
-            GroupState.READY,
-            oldest_version=versions[0] if versions else "",
-            newest_version=versions[-1] if versions else "",
-        )
+        with self._tracing.within(self._tracing.child("keep", group.span)):
+            self._spool.put(group.index, group.samples)
+            versions = sorted(group.versions, key=lambda version: int(version.rsplit("/", 1)[-1]))
+            await self._books.move(
+                group.index,
+                GroupState.READY,
+                oldest_version=versions[0] if versions else "",
+                newest_version=versions[-1] if versions else "",
+            )
         self._state.end(group.index)
         group.waiting = self._tracing.child("buffer", group.span)
         self._state.put(group)
@@ -386,8 +389,7 @@ class Pipeline:
             await self._books.move(index, GroupState.DROPPED_STALE, reason=f"too old for step {self._stepper.step + 1}")
             self._spool.remove([index])
             self._stepper.dropped.append(group)
-            if group.waiting is not None:
-                group.waiting.end()
+            group.end_wait()
             group.span.set_attribute("rl.dropped", "stale")
             group.span.end()
             await self._notify()

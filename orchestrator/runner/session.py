@@ -101,10 +101,10 @@ class SessionPipeline(Pipeline):
         for index in range(first, first + len(prompts)):
             span, trace_id = start_group_span(self._tracing, index, prompts[index - first], 0)
             records.append(GroupRecord(index, 0, 0, trace_id))
-            spans.append(span)
+            spans.append((span, self._tracing.child("issue", span)))
         await self._books.issue(*records)
-        for record, prompt, span in zip(records, prompts, spans, strict=True):
-            self._launch(Group(record.index, prompt, 0, record.trace_id, self._stepper.server_step, span))
+        for record, prompt, both in zip(records, prompts, spans, strict=True):
+            self._launch(Group(record.index, prompt, 0, record.trace_id, self._stepper.server_step, *both))
         indices = [record.index for record in records]
         self._batches[number] = indices
         return indices

@@ -95,7 +95,8 @@ async def take_up(
         elif record.state is GroupState.READY:
             prompt = train.prompts[record.row]
             span, _ = start_group_span(tracing, record.index, prompt, record.epoch, record.trace_id)
-            group = Group(record.index, prompt, record.epoch, record.trace_id, start.step, span)
+            buffer = tracing.child("buffer", span)
+            group = Group(record.index, prompt, record.epoch, record.trace_id, start.step, span, buffer)
             group.samples = kept[record.index]
             resumed.append((record, group))
     return resumed

@@ -187,8 +187,7 @@ class Stepper:
                 bound = self._admission.max_staleness
                 self._consumed.add(self.step, batch, n=self._spec.rollout.n, max_staleness=bound)
                 for group in batch:
-                    if group.waiting is not None:
-                        group.waiting.end()
+                    group.end_wait()
                     group.span.set_attributes({"rl.step": self.step, "rl.policy_version": update.new})
                     group.span.end()
             await self._finish(update, updated)
@@ -196,14 +195,20 @@ class Stepper:
     async def _finish(self, update: StepUpdate, updated: Updated) -> None:
         """Everything that follows an applied update, until the trainer is free."""
         groups = update.groups
+        spans = [group.span for group in groups]
         metrics = self._step_metrics(update, updated)
         self._note_update(update, updated)
         if self._spec.tracking.rollouts:
-            rows = rollout_rows(groups, self.step, update.expect)
-            await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
+            with self._tracing.within(self._tracing.job_span("store_rollouts", links=spans, step=self.step)):
+                rows = rollout_rows(groups, self.step, update.expect)
+                await asyncio.to_thread(write_rollouts, self._run_dir / "rollouts", self.step, rows)
         self.doing = "publishing weights"
         if self._after is not None:
-            await self._after  # the push before this one, and its evaluation, come first
+            # The push before this one, and its evaluation, come first.
+            with self._tracing.within(
+                self._tracing.job_span("await_push", role="trainer", links=spans, step=self.step)
+            ):
+                await self._after
         with self.training.work():
             publication = await self._publish(groups)
         record = step_record(self._spec, update, updated.stepped, publication.digest)

@@ -70,6 +70,7 @@ def step(tracing: Tracing, groups: int, samples: int) -> list[tuple[str, str]]:
     for index in range(groups):
         root = tracing.group(group_id=f"g{index:07d}", row_id="row", epoch=0)
         roots.append(root)
+        tracing.child("issue", root).end()
         rollout = tracing.child("rollout", root, role="rollout", group_id=f"g{index:07d}")
         with tracing.within(rollout):
             for slot in range(samples):
@@ -82,10 +83,10 @@ def step(tracing: Tracing, groups: int, samples: int) -> list[tuple[str, str]]:
                             "rl.policy_versions": ["run/0/1"],
                         }
                     )
-        for name in ("reward", "reference", "buffer"):
+        for name in ("reward", "reference", "keep", "buffer"):
             with tracing.within(tracing.child(name, root, role=name)):
                 pass
-    for name in ("optimizer_step", "publish", "push_weights"):
+    for name in ("optimizer_step", "store_rollouts", "await_push", "publish", "push_weights"):
         with tracing.within(tracing.job_span(name, links=roots if name != "push_weights" else (), step=1)):
             pass
     for root in roots:
@@ -131,7 +132,7 @@ def main() -> None:
         events.close()
         size = (folder / "events.jsonl").stat().st_size / arguments.steps
     per_step = statistics.median(cpu)
-    spans = arguments.groups * (2 * arguments.samples + 7) + 3
+    spans = arguments.groups * (2 * arguments.samples + 9) + 5
     print(
         json.dumps(
             {

@@ -98,7 +98,7 @@ async def test_o46_a_sample_can_be_followed_to_its_update(tmp_path: Path) -> Non
             assert root["attributes"]["row_id"] == row["row_id"]
             assert root["attributes"]["rl.step"] == row["step"]
         names = {span["name"] for span in spans if span["trace_id"] == run.rollouts()[0]["trace_id"]}
-        assert {"group", "rollout", "generate", "reward", "reference", "buffer"} <= names
+        assert {"group", "issue", "rollout", "generate", "reward", "reference", "keep", "buffer"} <= names
 
 
 async def test_o46_a_resumed_group_keeps_its_trace(tmp_path: Path) -> None:
@@ -124,9 +124,19 @@ async def test_o46_a_runs_spans_are_one_connected_whole(tmp_path: Path) -> None:
         assert {span["name"] for key, span in spans.items() if key not in reached} == set()
         (job,) = [span for span in spans.values() if span["name"] == "job"]
         for span in spans.values():
-            if span["name"] in ("optimizer_step", "publish", "push_weights", "checkpoint", "evaluate"):
+            if span["name"] in (
+                *(
+                    "optimizer_step",
+                    "store_rollouts",
+                    "await_push",
+                    "publish",
+                    "push_weights",
+                    "checkpoint",
+                    "evaluate",
+                ),
+            ):
                 assert span["parent_id"] == job["span_id"]
-            if span["name"] in ("rollout", "reward", "reference", "buffer"):
+            if span["name"] in ("issue", "rollout", "reward", "reference", "keep", "buffer"):
                 assert spans[span["parent_id"]]["name"] == "group"
             if span["name"] == "generate" and ".eval" not in str(span["attributes"].get("sample_id")):
                 assert spans[span["parent_id"]]["name"] == "rollout"
