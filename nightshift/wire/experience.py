@@ -59,6 +59,7 @@ class Sample:
     ref_seconds: float = 0.0
     value_seconds: float = 0.0
     generate_seconds: float = 0.0
+    peak_memory_bytes: int = 0  # highest resident memory of a scorer that scored it; 0: none says
 
     @property
     def trained_tokens(self) -> int:

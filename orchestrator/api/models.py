@@ -108,6 +108,8 @@ class Rollout(BaseModel):
     generate_seconds: float | None = None
     reward_seconds: float | None = None
     reference_seconds: float | None = None
+    critic_seconds: float | None = None
+    peak_memory_bytes: int | None = Field(None, description="Highest resident memory of a scorer that scored it.")
 
 
 class RolloutPage(BaseModel):

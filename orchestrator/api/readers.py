@@ -22,7 +22,7 @@ _BLOCK = 512
 _KEYS = ("step", "group_id", "sample_id", "reward", "response_tokens", "prompt_tokens", "finish_reason", "trace_id")
 #: Columns of a page.
 _SHOWN = (*_KEYS, "row_id", "epoch", "prompt_text", "response_text", "reward_error", "versions", "version_starts")
-_TIMES = ("generate_seconds", "reward_seconds", "reference_seconds")
+_COSTS = ("generate_seconds", "reward_seconds", "reference_seconds", "critic_seconds", "peak_memory_bytes")
 #: Most samples that are looked through at once; a step filter narrows them.
 _MOST_ROWS = 500_000
 
@@ -86,7 +86,7 @@ def _newest(files: list[Path], offset: int, limit: int) -> tuple[int, list[dict[
             continue
         skip = max(0, offset - total)
         if skip < count and len(page) < limit:
-            table = _read(file, (*_SHOWN, *_TIMES))
+            table = _read(file, (*_SHOWN, *_COSTS))
             if table is not None:
                 page += table.sort_by("sample_id").slice(skip, limit - len(page)).to_pylist()
         total += count
@@ -114,7 +114,7 @@ def _filter(table: pa.Table, query: RolloutQuery) -> pa.Table:
 
 
 def _row(file: Path, place: int) -> list[dict[str, Any]]:
-    table = _read(file, (*_SHOWN, *_TIMES))
+    table = _read(file, (*_SHOWN, *_COSTS))
     return table.slice(place, 1).to_pylist() if table is not None else []
 
 

@@ -184,6 +184,8 @@ def rollout_rows(groups: Sequence[Group], step: int, version: str) -> list[dict[
                     "generate_seconds": sample.generate_seconds,
                     "reward_seconds": sample.reward_seconds,
                     "reference_seconds": sample.ref_seconds,
+                    "critic_seconds": None if sample.values is None else sample.value_seconds,
+                    "peak_memory_bytes": sample.peak_memory_bytes or None,
                 }
             )
     return rows

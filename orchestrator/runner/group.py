@@ -23,7 +23,7 @@ from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateR
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.frozen import TokenScorer
-from orchestrator.runner.scorer import ScorerClient, require_ids
+from orchestrator.runner.scorer import Scored, ScorerClient, require_ids
 from orchestrator.runner.shaping import rewards_for, shape
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
@@ -229,18 +229,18 @@ class GroupRunner:
         parts = await together(self._one_reward(group, name, client, inputs) for name, _, client in rewards)
         weights = [weight for _, weight, _ in rewards]
         names = [name for name, _, _ in rewards]
+        peak = max((part.peak_memory_bytes for part in parts), default=0)
         for at, sample in enumerate(group.samples):
-            combine_rewards(sample, names, weights, [part[at] for part in parts])
+            sample.peak_memory_bytes = max(sample.peak_memory_bytes, peak)
+            combine_rewards(sample, names, weights, [part.results[at] for part in parts])
         group.intervals["reward"] = (began, time.time())
 
-    async def _one_reward(
-        self, group: Group, name: str, client: ScorerClient, inputs: list[RewardInput]
-    ) -> list[dict[str, Any]]:
+    async def _one_reward(self, group: Group, name: str, client: ScorerClient, inputs: list[RewardInput]) -> Scored:
         span = self._tracing.child("reward", group.span, role="reward", reward=name)
         self.calls["reward"] += 1
         try:
             with self._tracing.within(span) as traceparent:
-                return (await client.score(inputs, traceparent)).results
+                return await client.score(inputs, traceparent)
         finally:
             self.calls["reward"] -= 1
 
@@ -295,12 +295,14 @@ class GroupRunner:
         finally:
             self.calls[role] -= 1
         results = {result["id"]: result for result in scored.results} if scored else {}
+        peak = scored.peak_memory_bytes if scored else 0
         found = []
         for sample in group.samples:
             name = sample.sample_id
             if name not in results:
                 found.append((sample, np.zeros(0, np.float32), 0.0))
                 continue
+            sample.peak_memory_bytes = max(sample.peak_memory_bytes, peak)
             require_ids(results[name], {"id": name, "response_ids": asked[name]}, role)
             found.append((sample, np.asarray(results[name]["logprobs"], np.float32), scored.seconds if scored else 0.0))
         group.intervals[role] = (began, time.time())

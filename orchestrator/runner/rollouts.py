@@ -36,6 +36,8 @@ _SCHEMA = pa.schema(
         ("generate_seconds", pa.float64()),
         ("reward_seconds", pa.float64()),
         ("reference_seconds", pa.float64()),
+        ("critic_seconds", pa.float64()),
+        ("peak_memory_bytes", pa.int64()),
     ]
 )
 

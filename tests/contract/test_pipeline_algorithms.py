@@ -138,6 +138,11 @@ async def test_the_critic_learns_from_each_batch_and_its_weights_are_named_to_it
                 assert sample.bootstrap_value == (0.5 if sample.truncated else 0.0)
                 assert sample.returns is not None
                 assert sample.advantages is None
+        for row in run.rollouts():  # what a sample cost is stored with it
+            assert row["critic_seconds"] > 0
+            assert row["peak_memory_bytes"] == 1 << 20
+            assert row["prompt_tokens"] > 0
+            assert row["response_tokens"] == len(row["response_ids"])
         named = [weights["path"] for weights in run.scorers.weights]  # type: ignore[attr-defined]
         assert len(set(named)) > 1
         metrics = run.metrics()

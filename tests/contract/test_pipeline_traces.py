@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from nightshift.analysis.spans import covered, within
 from tests.fakes.run import FakeRun
 
 JOB = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -99,6 +101,20 @@ async def test_o46_a_sample_can_be_followed_to_its_update(tmp_path: Path) -> Non
             assert root["attributes"]["rl.step"] == row["step"]
         names = {span["name"] for span in spans if span["trace_id"] == run.rollouts()[0]["trace_id"]}
         assert {"group", "issue", "rollout", "generate", "reward", "reference", "keep", "buffer"} <= names
+
+
+async def test_o46_less_than_a_twentieth_of_a_groups_time_is_unexplained(tmp_path: Path) -> None:
+    """The runner's own part of it, with groups of about a second; tests/integration/run/test_trace.py has the rest."""
+    async with FakeRun(tmp_path, prompts=16, token_s=0.05) as run:
+        assert await run.run() == 0, run.error()
+        spans = run.events("span")
+    shares = []
+    for group in (span for span in spans if span["name"] == "group"):
+        window = (group["start"], group["end"])
+        stages = [(span["start"], span["end"]) for span in spans if span["parent_id"] == group["span_id"]]
+        shares.append(1.0 - covered(within(stages, [window])) / (window[1] - window[0]))
+    assert len(shares) == 16
+    assert statistics.median(shares) < 0.05, shares
 
 
 async def test_o46_a_resumed_group_keeps_its_trace(tmp_path: Path) -> None:
