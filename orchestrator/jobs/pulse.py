@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+
+_log = logging.getLogger(__name__)
 
 #: Seconds between two questions, and for one answer.
 _EVERY_S, _ANSWER_S = 2.0, 5.0
@@ -63,4 +66,7 @@ def _answers(client: httpx.Client, url: str) -> bool:
     try:
         return client.get(f"{url}/health").status_code == 200
     except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    except Exception:  # without this thread, no server would ever be lent again
+        _log.exception("%s: its health could not be asked for", url)
         return False

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -157,21 +158,32 @@ class Scheduler:
                 if self._away_since is None:
                     self._away_since = self._clock()
                     _log.warning("the database is away; running jobs go on: %s", str(error).splitlines()[0])
-            except Exception:
-                _log.exception("the scheduler goes on after an error that was not foreseen")
             self._wake.wait(self._config.tick_s)
             self._wake.clear()
 
     def tick(self) -> None:
         """One look at everything."""
         for driven in list(self._driven.values()):
-            self._follow(driven)
+            self._apart(f"job {driven.record.id}", partial(self._follow, driven))
         if self._draining:
             return
-        self._take_over()
-        self._start_waiting()
+        self._apart("jobs of an orchestrator that is gone", self._take_over)
+        self._apart("waiting jobs", self._start_waiting)
         if self._lender is not None:
-            self._lender.tick()
+            self._apart("fleets", self._lender.tick)
+
+    def _apart(self, what: str, work: Callable[[], None]) -> None:
+        """Does a part of a look, so that its failure keeps no other part from being done.
+
+        Raises:
+            SQLAlchemyError: the database is away, which concerns all of them.
+        """
+        try:
+            work()
+        except SQLAlchemyError:
+            raise
+        except Exception:
+            _log.exception("%s: an error that was not foreseen; the next look tries again", what)
 
     # Jobs of an orchestrator that is gone -----------------------------------------------------------------------------
 

@@ -259,6 +259,8 @@ class Fleet:
         away = [error for server, error in failed.items() if await self._went_away(server, error)]
         if failed and not away:
             raise next(iter(failed.values()))
+        if self._lending is not None and servers and not any(self._roster.has(server) for server in servers):
+            return 0.0  # asked back meanwhile: whoever is lent next is brought to these weights first
         return await self._wait_for_return(publication, str(away[0]) if away else "all servers are away")
 
     async def _wait_for_pushes(self, pushes: set[asyncio.Task[float]]) -> None:

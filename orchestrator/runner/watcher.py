@@ -57,7 +57,6 @@ class Watcher:
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}
         self._asked_load = 0.0
         self._told = ""
-        self._failure: BaseException | None = None
 
     def start(self) -> None:
         """Begins to look."""
@@ -94,18 +93,24 @@ class Watcher:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._read_addresses():
-                await self._changed()
-            now = time.monotonic()
-            servers = list(self._roster)
-            ask_load = now - self._asked_load >= max(_LOAD_S, _LOAD_EACH_S * len(servers))
-            if ask_load:
-                self._asked_load = now
-            for server in servers:
-                if server.health.due(now) and self._published.current is not None:
-                    self._begin("repair", server, self._repair)
-                if ask_load and server.health.usable:
-                    self._begin("load", server, self._ask_load)
+            try:
+                await self._look()
+            except Exception as error:  # without it, a run would hold servers that it was asked to give back
+                self._warn("rollout", f"the servers could not be looked at: {type(error).__name__}: {error}")
+
+    async def _look(self) -> None:
+        if self._read_addresses():
+            await self._changed()
+        now = time.monotonic()
+        servers = list(self._roster)
+        ask_load = now - self._asked_load >= max(_LOAD_S, _LOAD_EACH_S * len(servers))
+        if ask_load:
+            self._asked_load = now
+        for server in servers:
+            if server.health.due(now) and self._published.current is not None:
+                self._begin("repair", server, self._repair)
+            if ask_load and server.health.usable:
+                self._begin("load", server, self._ask_load)
 
     def _begin(self, what: str, server: Server, work: Callable[[Server], Awaitable[None]]) -> None:
         """Starts work on a server, unless the same is under way."""
@@ -122,10 +127,8 @@ class Watcher:
     def _read_addresses(self) -> bool:
         try:
             listed = self._refresh()
-        except (KeyError, TypeError, ValueError) as error:
-            if (text := f"addresses of the services: {error!r}") != self._told:
-                self._told = text
-                self._events.append("warning", role="agent", message=text)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            self._warn("agent", f"addresses of the services: {error!r}")
             return False
         return listed is not None and self._roster.update(listed)
 
@@ -177,6 +180,12 @@ class Watcher:
         elif load is not None and self._roster.has(server) and not server.pushing.locked():
             self._refill.observe(server.name, load, server.running)
             await self._changed()
+
+    def _warn(self, role: str, text: str) -> None:
+        """Says what is wrong, once as long as it is the same."""
+        if text != self._told:
+            self._told = text
+            self._events.append("warning", role=role, message=text)
 
     def _tell(self, server: Server, state: str, text: str, seconds: float | None = None) -> None:
         detail = text if server.name in text else f"{server.name}: {text}"

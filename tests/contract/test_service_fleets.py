@@ -135,6 +135,10 @@ def fleet_job(folder: Path, name: str, *, steps: int, **fleet: Any) -> dict[str,
     document["data"] = {**document["data"], "train_files": [str(folder / "train.parquet")]}
     document["rollout"] = {**document["rollout"], "flush_tokens": 2, "fleet": {"name": "night", **fleet}}
     document["trainer"] = {**document["trainer"], "total_steps": steps, "total_epochs": 10_000, "save_freq": 50}
+    # Three jobs and the service on a small machine: none of them is to fail because it stood still for a while.
+    document["rollout"]["request_timeout_s"] = document["trainer"]["update_timeout_s"] = 120.0
+    document["scorers"] = {**document["scorers"], "timeout_s": 120.0}
+    document["pipeline"] = {**document["pipeline"], "role_timeout_s": 120.0}
     return document
 
 
@@ -201,6 +205,7 @@ def wanting(client: Client) -> int:
 
 def fewest_leases(client: Client, ids: Iterable[str], *, since: float) -> int:
     """Of each of these jobs, leases that were granted since and have ended: those of the job with the fewest."""
+    assert not [job for job in client.jobs() if job.state in ("failed", "succeeded")], told(client)
     counts = Counter(lease["job_id"] for lease in all_leases(client) if lease["ended"] and lease["since"] > since)
     return min(counts[job_id] for job_id in ids)
 
