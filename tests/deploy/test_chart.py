@@ -312,6 +312,60 @@ def test_state_survives_and_replicas_are_left_to_the_autoscaler() -> None:
     assert orchestrator["spec"]["strategy"] == {"type": "Recreate"}
 
 
+def test_the_production_values_use_64_gpus_at_most() -> None:
+    objects = rendered("values-prod.yaml")
+    (scaled,) = of_kind(objects, "ScaledObject")
+    target = scaled["spec"]["scaleTargetRef"]
+    server = f"{target['kind']}/{target['name']}/"
+    gpus = 0
+    for name, spec in pods(objects):
+        replicas = scaled["spec"]["maxReplicaCount"] if name.startswith(server) else 1
+        gpus += replicas * sum(int(one["resources"]["limits"].get("nvidia.com/gpu", 0)) for one in spec["containers"])
+    assert gpus == 64
+
+
+@pytest.mark.parametrize("values", ["values-gpu.yaml", "values-fleet.yaml", "values-prod.yaml", "values-kuberay.yaml"])
+def test_a_pod_with_gpus_tolerates_their_nodes_taint(values: str) -> None:
+    asking = [
+        spec
+        for _, spec in pods(rendered(values))
+        if any("nvidia.com/gpu" in container["resources"]["limits"] for container in spec["containers"])
+    ]
+    assert asking
+    for spec in asking:
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+
+
+def test_pods_are_spread_ranked_and_kept_from_going_all_at_once() -> None:
+    objects = rendered("values-prod.yaml")
+    classes = {one["metadata"]["name"]: one["value"] for one in of_kind(objects, "PriorityClass")}
+    for name, spec in pods(objects):
+        if name.startswith("Pod/"):
+            continue  # the chart's test
+        assert spec["priorityClassName"] in classes, name
+    server = server_of(objects)["spec"]["template"]["spec"]
+    others = [spec for name, spec in pods(objects) if "rollout" not in name and not name.startswith("Pod/")]
+    # What costs the least to lose goes first.
+    assert all(classes[server["priorityClassName"]] < classes[spec["priorityClassName"]] for spec in others)
+    assert server["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+    guarded = [one["spec"]["selector"]["matchLabels"] for one in of_kind(objects, "PodDisruptionBudget")]
+    for one in (*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")):
+        labels = one["spec"]["template"]["metadata"]["labels"]
+        assert any(selector.items() <= labels.items() for selector in guarded), one["metadata"]["name"]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_its_notes_say_how_to_reach_and_to_test_it(values: str) -> None:
+    files = [] if values == "values.yaml" else ["-f", values]
+    done = helm("install", "night", ".", "--namespace", "train", "--dry-run=client", *files)
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.split("NOTES:", 1)[1]
+    assert "helm -n train test night" in notes
+    assert "https://" in notes or "port-forward deploy/night-nightshift-orchestrator" in notes
+    hooks = [one["metadata"].get("annotations", {}).get("helm.sh/hook") for one in rendered(values)]
+    assert "test" in hooks
+
+
 @pytest.mark.parametrize(("values", "place"), [("values-fleet.yaml", "orchestrator"), ("values-prod.yaml", "agent")])
 def test_rollout_pods_fetch_weights_where_the_trainer_is_and_may(values: str, place: str) -> None:
     objects = rendered(values)

@@ -45,18 +45,34 @@ def run(program: str, *arguments: str, timeout_s: float = 60, check: bool = True
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def image() -> str:
-    base = os.environ.get("NIGHTSHIFT_PYTHON_IMAGE")
-    assert base, f"NIGHTSHIFT_PYTHON_IMAGE names no image to build from: {HOW}"
-    more = ["-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt"]
+def build(file: str, tag: str, base: str, *more: str, context: str = ".", timeout_s: float = 540) -> None:
+    """Builds an image with buildah from a local base; pip finds the certificates of this machine.
+
+    Args:
+        base: the build argument of the base, ``NAME=IMAGE``.
+        more: further arguments of ``buildah bud``.
+    """
+    certificates = ("-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt")
     run(
         "buildah",
         *("bud", "--layers", "--isolation", "chroot", "--network", "host", "--format", "docker"),
-        *(more if Path(CERTIFICATES).exists() else []),
-        *("--build-arg", f"PYTHON_IMAGE={base}", "-f", "deploy/docker/orchestrator.Dockerfile", "-t", IMAGE, "."),
-        timeout_s=540,
+        *(certificates if Path(CERTIFICATES).exists() else ()),
+        *more,
+        *("--build-arg", base, "-f", file, "-t", tag, context),
+        timeout_s=timeout_s,
     )
+
+
+def python_image() -> str:
+    """The base that the environment names."""
+    base = os.environ.get("NIGHTSHIFT_PYTHON_IMAGE")
+    assert base, f"NIGHTSHIFT_PYTHON_IMAGE names no image to build from: {HOW}"
+    return base
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    build("deploy/docker/orchestrator.Dockerfile", IMAGE, f"PYTHON_IMAGE={python_image()}")
     return IMAGE
 
 
@@ -239,20 +255,12 @@ def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, s
 
 def test_the_rollout_image_brings_guard_route_and_plugin(image: str, tmp_path: Path) -> None:
     """On a stand-in for vLLM's image: Python with pip, and nothing of vLLM."""
-    base, stand_in, made = (
-        os.environ["NIGHTSHIFT_PYTHON_IMAGE"],
-        "localhost/vllm-stand-in:test",
-        IMAGE.replace("orchestrator", "rollout"),
-    )
+    stand_in, made = "localhost/vllm-stand-in:test", IMAGE.replace("orchestrator", "rollout")
     (tmp_path / "Dockerfile").write_text(
-        f"FROM {base}\nRUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
+        "ARG BASE\nFROM ${BASE}\nRUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
     )
-    common = ("bud", "--layers", "--isolation", "chroot", "--network", "host", "--format", "docker")
-    more = ["-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt"]
-    more = more if Path(CERTIFICATES).exists() else []
-    run("buildah", *common, *more[:2], "-f", str(tmp_path / "Dockerfile"), "-t", stand_in, str(tmp_path), timeout_s=300)
-    file = ("-f", "deploy/docker/rollout.Dockerfile", "-t", made, ".")
-    run("buildah", *common, *more, "--build-arg", f"VLLM_IMAGE={stand_in}", *file, timeout_s=300)
+    build(str(tmp_path / "Dockerfile"), stand_in, f"BASE={python_image()}", context=str(tmp_path), timeout_s=300)
+    build("deploy/docker/rollout.Dockerfile", made, f"VLLM_IMAGE={stand_in}", timeout_s=300)
     program = (
         "import importlib.metadata as m, os, msgpack, services.rollout.guard as g\n"
         "print(os.getuid(), g.decide('GET', '/health', [], b't'), g.decide('POST', '/pause', [], b't'))\n"

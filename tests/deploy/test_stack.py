@@ -1,18 +1,17 @@
-"""The compose file's CPU profile as containers that share no folder and no memory: one whole job through it.
+"""The image `ray`, built from a local base, and the compose file's CPU profile on it: one whole job through containers
+that share no folder and no memory, with a read-only root and no compiler. The job is a small one on a tiny model.
 
-Built is a thin image of the sources; torch, Ray and vLLM come from this test's own virtual environment, mounted
-read-only where the image ``nightshift/ray`` would hold them, and the job is a small one on a tiny model.
-``NIGHTSHIFT_PYTHON_IMAGE`` names the base, as for tests/deploy/test_containers.py.
+``NIGHTSHIFT_PYTHON_IMAGE`` names the base, as for tests/deploy/test_containers.py; ``NIGHTSHIFT_RAY_BUILD_ARGS`` holds
+further arguments of ``buildah bud``: at least where pip finds the CPU build of torch.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,59 +24,69 @@ from nightshift.analysis.audit import audit
 from nightshift.analysis.evidence import load
 from nightshift.wire.events import read_events
 from tests.deploy.charts import HOW
-from tests.deploy.test_containers import ROOT, engine, run
+from tests.deploy.test_containers import ROOT, build, engine, python_image, run
 from tests.fixtures.tiny_model import build_tiny_model
 from tests.integration.run.jobs import write_job
 
 __all__ = ["engine"]  # a fixture
 pytestmark = pytest.mark.deploy
-IMAGE = "localhost/nightshift/thin:test"
+IMAGE = "localhost/nightshift/ray:test"
 PROJECT = "nightshift-stack"
 ROLES = ("rollout", "trainer", "scorers")
 
 
-def environment_folder() -> Path:
-    """The virtual environment that holds vLLM; this test may run in one that builds on it."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None, "vLLM is not installed: make venv-dev"
-    assert found.origin is not None
-    return Path(found.origin).parents[4]
+@pytest.fixture(scope="module")
+def ray_image() -> str:
+    """The image as its Dockerfile says; layers of an earlier build are taken again."""
+    more = shlex.split(os.environ.get("NIGHTSHIFT_RAY_BUILD_ARGS", ""))
+    build("deploy/docker/ray.Dockerfile", IMAGE, f"PYTHON_IMAGE={python_image()}", *more, timeout_s=2400)
+    return IMAGE
 
 
-@pytest.fixture
-def thin_image(tmp_path: Path) -> Iterator[str]:
-    """The sources and a user; Python and its packages are mounted."""
-    base = os.environ.get("NIGHTSHIFT_PYTHON_IMAGE")
-    assert base, f"NIGHTSHIFT_PYTHON_IMAGE names no image to build from: {HOW}"
-    context = tmp_path / "context"
-    for room in ("nightshift", "orchestrator", "services"):
-        shutil.copytree(ROOT / room, context / room, ignore=shutil.ignore_patterns("__pycache__"))
-    mounts = {environment_folder(), Path(sys.base_prefix)}
-    # What lies between the root and a mount must let another user pass.
-    parents = sorted({str(parent) for mount in mounts for parent in mount.parents if str(parent) != "/"})
-    (context / "Dockerfile").write_text(
-        f"FROM {base}\n"
-        "RUN apt-get update && apt-get install -y --no-install-recommends g++ libgomp1 libnuma1 procps \\\n"
-        f" && mkdir -p {' '.join(map(str, mounts))} && chmod 755 {' '.join(parents)} \\\n"
-        " && groupadd --gid 10001 nightshift \\\n"
-        " && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp nightshift \\\n"
-        " && install -d -o 10001 -g 10001 /data\n"
-        + "".join(f"COPY {room} /opt/nightshift/{room}\n" for room in ("nightshift", "orchestrator", "services"))
-        + f"ENV PATH={environment_folder()}/bin:/usr/bin:/bin PYTHONPATH=/opt/nightshift PYTHONUNBUFFERED=1 HOME=/tmp "
-        "HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1 "
-        # The image `ray` holds DeepSpeed's operators; here they are compiled, and /tmp executes nothing.
-        "TORCH_EXTENSIONS_DIR=/data/torch_extensions\n"
-        "USER 10001:10001\nWORKDIR /data\n"
-        'ENTRYPOINT ["python", "-m", "nightshift.cli.main"]\n'
+def in_image(image: str, program: str, timeout_s: float = 180) -> str:
+    """What a program of Python prints in the image as the chart and compose run it."""
+    hardened = ("--read-only", "--cap-drop", "ALL", "--network", "none", "--tmpfs", "/tmp")
+    return run("podman", "run", "--rm", *hardened, "--entrypoint", "python", image, "-c", program, timeout_s=timeout_s)
+
+
+def test_the_ray_image_knows_its_user_and_has_no_compiler(ray_image: str) -> None:
+    inspected = json.loads(run("podman", "image", "inspect", ray_image))[0]
+    assert inspected["Config"]["User"] == "10001:10001"
+    assert inspected["Healthcheck"]["Test"][:3] == ["CMD", "python", "-c"]
+    assert not any("CERT" in variable or "INDEX" in variable for variable in inspected["Config"]["Env"])
+    program = (
+        "import json, os, shutil\n"
+        "def refused(path):\n"
+        "    try: open(path, 'w').close()\n"
+        "    except OSError as error: return os.strerror(error.errno)\n"
+        "found = [name for name in ('gcc', 'g++', 'cc', 'c++', 'clang', 'ninja', 'nvcc') if shutil.which(name)]\n"
+        "print(json.dumps([os.getuid(), refused('/opt/nightshift/x'), found]))"
     )
-    common = ("bud", "--layers", "--isolation", "chroot", "--network", "host", "--format", "docker")
-    run("buildah", *common, "-t", IMAGE, str(context), timeout_s=300)
-    yield IMAGE
-    run("podman", "rmi", "-f", IMAGE, check=False)
+    uid, refused, compilers = json.loads(in_image(ray_image, program))
+    assert uid == 10001
+    assert refused in ("Read-only file system", "Permission denied")
+    assert set(compilers) <= {"ninja"}, "what DeepSpeed needs is compiled when the image is built"
+
+
+def test_the_ray_image_holds_what_scorers_trainer_and_servers_need(ray_image: str) -> None:
+    """DeepSpeed's operators among it: they load where nothing could compile them."""
+    program = (
+        "import deepspeed, json, ray, torch, transformers, vllm\n"
+        "from deepspeed.git_version_info import installed_ops\n"
+        "from deepspeed.ops.op_builder import CPUAdamBuilder, ShareMemCommBuilder\n"
+        "import orchestrator.runner.job, services.agent.host, services.rollout.serve\n"
+        "import services.scorers.deploy, services.scorers.reference, services.trainer.rank_actor\n"
+        "loaded = [builder().load().__name__ for builder in (CPUAdamBuilder, ShareMemCommBuilder)]\n"
+        "print(json.dumps([installed_ops['cpu_adam'], installed_ops['shm_comm'], loaded]))"
+    )
+    adam, shared, loaded = json.loads(in_image(ray_image, program).splitlines()[-1])
+    assert adam
+    assert shared
+    assert len(loaded) == 2
 
 
 @pytest.fixture
-def compose(thin_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., str]]:
+def compose(ray_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Docker Compose on the repository's file, with what the test puts in place of images and of the demo's job."""
     model = build_tiny_model(tmp_path / "model")
     job = write_job(
@@ -89,11 +98,10 @@ def compose(thin_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator
     )
     for path in (tmp_path, *tmp_path.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    mounts = [f"{folder}:{folder}:ro" for folder in sorted({str(environment_folder()), sys.base_prefix})]
-    mounts += [f"{model}:/models/tiny:ro", f"{job.parent}:/job:ro"]  # what everybody reads and nobody writes
+    mounts = [f"{model}:/models/tiny:ro", f"{job.parent}:/job:ro"]  # what everybody reads and nobody writes
 
     def service(**more: Any) -> dict[str, Any]:
-        return {"image": thin_image, "volumes": mounts, **more}
+        return {"image": ray_image, "volumes": mounts, **more}
 
     server = "exec python -P -m services.rollout.serve /job/job.yaml model.path=/models/tiny"
     server += " resources.rollout_cores=[0] --host 0.0.0.0 --request-log /data/requests.jsonl"
