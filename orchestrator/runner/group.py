@@ -198,6 +198,8 @@ class GroupRunner:
                 return None
             span.set_attributes(
                 {
+                    "gen_ai.operation.name": "text_completion",
+                    "gen_ai.usage.input_tokens": len(request.prompt_ids),
                     "gen_ai.usage.output_tokens": len(answer.response_ids),
                     "gen_ai.response.finish_reasons": [answer.finish_reason],
                     "rl.policy_versions": [part.version for part in answer.versions],

@@ -6,6 +6,7 @@ import asyncio
 import importlib.abc
 import importlib.util
 import inspect
+import logging
 import math
 import numbers
 import sys
@@ -20,6 +21,7 @@ import numpy as np
 
 from nightshift.wire.errors import BadInputError
 
+_log = logging.getLogger(__name__)
 #: What a reward function may ask for, by these names.
 ARGUMENTS = ("prompt", "response", "response_ids", "ground_truth", "data_source", "extra_info", "finish_reason")
 #: Key of a sample that stands for a batch; it holds the samples.
@@ -82,6 +84,7 @@ class RewardFunction:
         self._function: Callable[..., Any] = function
         self._names = _argument_names(function, path, name)
         self._runner: asyncio.Runner | None = None
+        self._told = False
 
     def __call__(self, sample: Mapping[str, Any]) -> Judgement:
         """Calls the function on one sample (a nightshift.wire.scoring.RewardInput) and judges the result.
@@ -97,9 +100,20 @@ class RewardFunction:
                 result = self._function(**{name: [item.get(name) for item in batch] for name in self._names})
             if inspect.isawaitable(result):
                 result = self._run(result)
+            self._say_if_moved(result)
             return judge(result, self.name) if batch is None else judge_batch(result, self.name, len(batch))
         except BaseException as error:
             return Judgement(None, error_type="raised", error=describe(error, self.path))
+
+    def _say_if_moved(self, result: Any) -> None:
+        """Says once that a tensor is taken for what it holds: off its device, as floats of Python."""
+        score = result.get("score") if isinstance(result, Mapping) else result
+        if self._told or isinstance(score, np.ndarray | np.generic) or not hasattr(score, "tolist"):
+            return
+        self._told = True
+        where = f" on {score.device}" if hasattr(score, "device") else ""
+        kind = f"{type(score).__name__} of {getattr(score, 'dtype', 'unknown dtype')}{where}"
+        _log.warning("[reward] function %s returned a %s: its values are taken as floats", self.name, kind)
 
     def _run(self, awaitable: Any) -> Any:
         # One loop for all calls: a session that the function keeps between calls belongs to its loop.
@@ -142,7 +156,7 @@ def judge(value: Any, function: str) -> Judgement:
 
 def judge_batch(values: Any, function: str, samples: int) -> Judgement:
     """What the list that a batched function returned means."""
-    if isinstance(values, np.ndarray):
+    if hasattr(values, "tolist"):  # an array or tensor, on whatever device
         values = values.tolist()
     if not isinstance(values, list | tuple) or len(values) != samples:
         found = f"{len(values)} results" if isinstance(values, list | tuple) else _short(values)
@@ -233,6 +247,8 @@ def _number(value: Any) -> float | None:
             return float(value)
         except OverflowError:
             return math.inf
+    if getattr(value, "shape", None) == () and hasattr(value, "tolist"):
+        return _number(value.tolist())  # a tensor of one value and no dimension, on whatever device
     return None
 
 

@@ -78,6 +78,8 @@ def step(tracing: Tracing, groups: int, samples: int) -> list[tuple[str, str]]:
                 with tracing.within(span):
                     span.set_attributes(
                         {
+                            "gen_ai.operation.name": "text_completion",
+                            "gen_ai.usage.input_tokens": 50,
                             "gen_ai.usage.output_tokens": 100,
                             "gen_ai.response.finish_reasons": ["stop"],
                             "rl.policy_versions": ["run/0/1"],

@@ -160,6 +160,9 @@ async def test_o46_a_runs_spans_are_one_connected_whole(tmp_path: Path) -> None:
             if parent is not None:
                 assert parent["trace_id"] == span["trace_id"]
                 assert span["start"] >= parent["start"] - 0.001
+        table = (Path(__file__).parents[2] / "docs/observability.md").read_text()
+        used = {key for span in spans.values() for key in span["attributes"]}
+        assert {key for key in used if f"`{key}`" not in table} == set(), "attributes that no table documents"
         trained = {group for span in spans.values() if span["name"] == "optimizer_step" for group in linked(span)}
         groups = {span["trace_id"] for span in spans.values() if span["name"] == "group"}
         assert trained == groups

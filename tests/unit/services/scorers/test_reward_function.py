@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightshift.wire.errors import BadInputError
-from services.scorers.reward_function import ARGUMENTS, RewardFunction, judge, split_reference
+from services.scorers.reward_function import ARGUMENTS, Judgement, RewardFunction, judge, split_reference
 
 SAMPLE = {
     "id": "g.0",
@@ -36,6 +36,25 @@ def test_o36_numbers_are_scores(value, score):
     judgement = judge(value, "f")
     assert (judgement.score, judgement.error_type, judgement.error) == (score, "", "")
     assert type(judgement.score) is float
+
+
+class OneValue:
+    """What a tensor of one value and no dimension looks like, on whatever device."""
+
+    shape, dtype, device = (), "bfloat16", "cuda:1"
+
+    def tolist(self) -> float:
+        return 0.25
+
+
+def test_o36_a_tensor_of_one_value_is_a_score_and_is_said_once(tmp_path, caplog):
+    assert judge(OneValue(), "f").score == 0.25
+    assert judge({"score": np.array(0.5), "acc": OneValue()}, "f") == Judgement(0.5, {"acc": 0.25})
+    source = f"from {__name__} import OneValue\ndef score(response):\n    return OneValue()\n"
+    function = load(tmp_path, source)
+    assert [function({"response": "a"}).score, function({"response": "b"}).score] == [0.25, 0.25]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "[reward] function score returned a OneValue of bfloat16 on cuda:1: its values are taken as floats"
 
 
 def test_o36_a_map_with_score_keeps_its_other_numbers():
