@@ -50,3 +50,4 @@ class SequenceResult(TypedDict):
     id: str
     logprobs: Floats
     token_ids: NotRequired[Ids]  # echoed response ids, so that the caller can check the alignment
+    tensors: NotRequired[list[dict[str, Any]]]  # of the call's first result: name, shape, dtype and device in the model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class Critic:
         self._config: CriticConfig = spec.scorers.critic
         self._trainer = trainer
         self._scorer = scorer
+        self.tensors: list[dict[str, Any]] = []  # of the last update, where they were asked for
 
     @property
     def learning_rate(self) -> float:
@@ -83,12 +85,21 @@ class Critic:
         return publication.seconds
 
     async def update(
-        self, samples: Sequence[Sample], *, step: int, expect: str, new: str, rate: float, traceparent: str
+        self,
+        samples: Sequence[Sample],
+        *,
+        step: int,
+        expect: str,
+        new: str,
+        rate: float,
+        traceparent: str,
+        debug: bool = False,
     ) -> dict[str, float]:
         """Makes one step of the critic on a batch whose samples have values and returns, and publishes it.
 
         Args:
             rate: learning rate of the step.
+            debug: asks for its tensors.
 
         Returns:
             Metrics of the step.
@@ -104,8 +115,9 @@ class Critic:
         # What the critic learns from, and nothing else, goes over the wire.
         slim = [replace(sample, advantages=None, ref_logprobs=None, teacher_logprobs=None) for sample in samples]
         updated = await self._trainer.update(
-            slim, spec, step=step, expect=expect, new=new, learning_rate=rate, traceparent=traceparent
+            slim, spec, step=step, expect=expect, new=new, learning_rate=rate, traceparent=traceparent, debug=debug
         )
+        self.tensors = updated.tensors
         names = {"grad_norm": "critic/grad_norm", "lr": "critic/lr"}
         kept = ("loss/critic", "critic/clip_fraction", *names)
         metrics = {names.get(name, name): updated.metrics[name] for name in kept if name in updated.metrics}

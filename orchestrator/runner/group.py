@@ -25,6 +25,7 @@ from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.frozen import TokenScorer
 from orchestrator.runner.scorer import Scored, ScorerClient, require_ids
 from orchestrator.runner.shaping import rewards_for, shape
+from orchestrator.runner.tensors import tensors_told
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
 
@@ -42,6 +43,7 @@ class Group:
     waiting: Span | None = None  # open while the group waits: for the ledger and its start, then for its step
     samples: list[Sample] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # causes of samples that could not be had
+    tensors: list[dict[str, Any]] = field(default_factory=list)  # in debug mode: what the scorers say of their own
     intervals: dict[str, Interval] = field(default_factory=dict)  # role -> (start, end), unix seconds
 
     @property
@@ -298,6 +300,8 @@ class GroupRunner:
             self.calls[role] -= 1
         results = {result["id"]: result for result in scored.results} if scored else {}
         peak = scored.peak_memory_bytes if scored else 0
+        if self._spec.tracking.debug_mode:
+            group.tensors += tensors_told(role, results.values())
         found = []
         for sample in group.samples:
             name = sample.sample_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,14 @@ def tensors_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return found
 
 
+def tensors_told(role: str, results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a scorer said of the tensors in its model; one that says nothing, or something else, is passed over."""
+    told = [item for result in results for item in result.get("tensors") or () if isinstance(item, Mapping)]
+    return [{**item, "role": role} for item in told if {"name", "shape", "dtype", "device"} <= item.keys()]
+
+
 def tensors_inside(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a trainer said of its own, in the same form."""
+    """What a trainer or a scorer said of its own, in the same form."""
     return [
         {**{key: item[key] for key in ("role", "name", "dtype", "device")}, "shapes": {str(item["shape"]): 1}}
         for item in told

@@ -114,9 +114,13 @@ class StepUpdate:
                 new=self.new,
                 rate=self._critic_rate,
                 traceparent=traceparent,
+                debug=self._spec.tracking.debug_mode,
             ),
         ]
         updated, metrics = await together(steps)
+        if self._critic.tensors:
+            told = tensors_inside(self._critic.tensors)
+            self._events.append("tensors", step=self.step, part=len(self.parts) - 1, tensors=told)
         return Updated(updated.stepped, updated.metrics | metrics, updated.seconds, updated.peak_memory_bytes)
 
     async def _add(self, groups: Sequence[Group], final: bool, traceparent: str) -> Updated:
@@ -145,7 +149,9 @@ class StepUpdate:
                 "tensors",
                 step=self.step,
                 part=len(self.parts),
-                tensors=tensors_of(samples) + tensors_inside(updated.tensors),
+                tensors=tensors_of(samples)
+                + tensors_inside([item for group in part for item in group.tensors])
+                + tensors_inside(updated.tensors),
             )
         self.parts.append(len(part))
         self._seconds += updated.seconds

@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification
 from nightshift.wire.errors import RoleError, WireError
 from nightshift.wire.scoring import SequenceInput, SequenceResult
 from services.scorers.frozen import device_of, load_frozen
-from services.scorers.sequences import TokenSequence, check_sequence, padded, passes
+from services.scorers.sequences import TokenSequence, check_sequence, described, padded, passes
 
 _ROLE = "critic"
 
@@ -109,19 +109,25 @@ class CriticModel:
         """
         sequences = [check_sequence(s, at, self.vocab_size, self.max_positions) for at, s in enumerate(samples)]
         values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        seen: list[dict[str, Any]] = []
         for part in passes(sequences, self._micro_batch_size):
-            for at, found in zip(part, self._values([sequences[at] for at in part]), strict=True):
+            for at, found in zip(part, self._values([sequences[at] for at in part], seen), strict=True):
                 values[at] = found
-        return [
+        results = [
             SequenceResult(id=sequence.id, logprobs=found, token_ids=sequence.response_ids)
             for sequence, found in zip(sequences, values, strict=True)
         ]
+        if seen:
+            results[0]["tensors"] = seen
+        return results
 
     @torch.no_grad()
-    def _values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def _values(self, sequences: Sequence[TokenSequence], seen: list[dict[str, Any]]) -> list[np.ndarray]:
         rows = [np.concatenate([sequence.prompt_ids, sequence.response_ids])[:-1] for sequence in sequences]
         ids_BL, mask_BL = padded(rows, self.model.device)
         values_BL = self.model(input_ids=ids_BL, attention_mask=mask_BL).logits[..., 0].float()
+        if not seen:
+            seen += described(input_ids=ids_BL, attention_mask=mask_BL, values=values_BL)
         found = []
         for b, sequence in enumerate(sequences):
             first = len(sequence.prompt_ids) - 1

@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from nightshift.wire.scoring import SequenceInput, SequenceResult
 from services.scorers.frozen import device_of, load_frozen
-from services.scorers.sequences import TokenSequence, check_sequence, padded, passes
+from services.scorers.sequences import TokenSequence, check_sequence, described, padded, passes
 
 
 @torch.inference_mode()
-def response_log_probs(model: Any, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+def response_log_probs(
+    model: Any, sequences: Sequence[TokenSequence], seen: list[dict[str, Any]] | None = None
+) -> list[np.ndarray]:
     """Log-probs of the response tokens of a micro-batch of B sequences, in one forward pass.
 
     Token t of a response is predicted at the position before it. The logits are divided by the temperature and
@@ -23,6 +25,7 @@ def response_log_probs(model: Any, sequences: Sequence[TokenSequence]) -> list[n
 
     Args:
         model: a Hugging Face causal language model in evaluation mode.
+        seen: takes a description of the tensors of the first pass, where it is empty.
 
     Returns:
         B arrays [T_b] of float32.
@@ -34,6 +37,8 @@ def response_log_probs(model: Any, sequences: Sequence[TokenSequence]) -> list[n
     first = min(len(sequence.prompt_ids) for sequence in sequences) - 1
     kept = torch.arange(first, ids_BL.shape[1] - 1, device=device)
     logits_BKV = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False, logits_to_keep=kept).logits
+    if seen is not None and not seen:
+        seen += described(input_ids=ids_BL, attention_mask=mask_BL, logits=logits_BKV)
     results = []
     for b, sequence in enumerate(sequences):
         at = len(sequence.prompt_ids) - 1 - first
@@ -95,10 +100,15 @@ class ReferenceModel:
         """
         sequences = [check_sequence(s, at, self.vocab_size, self.max_positions) for at, s in enumerate(samples)]
         logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        seen: list[dict[str, Any]] = []
         for part in passes(sequences, self._micro_batch_size):
-            for at, found in zip(part, response_log_probs(self.model, [sequences[at] for at in part]), strict=True):
+            here = [sequences[at] for at in part]
+            for at, found in zip(part, response_log_probs(self.model, here, seen), strict=True):
                 logprobs[at] = found
-        return [
+        results = [
             SequenceResult(id=sequence.id, logprobs=found, token_ids=sequence.response_ids)
             for sequence, found in zip(sequences, logprobs, strict=True)
         ]
+        if seen:
+            results[0]["tensors"] = seen
+        return results

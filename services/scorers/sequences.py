@@ -76,6 +76,14 @@ def padded(rows: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Te
     return ids_BL.to(device), mask_BL.to(device)
 
 
+def described(**tensors: Tensor) -> list[dict[str, Any]]:
+    """Name, shape, dtype and device of tensors, for the job's debug mode."""
+    return [
+        {"name": name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "device": str(t.device)}
+        for name, t in tensors.items()
+    ]
+
+
 def _ids(value: Any, key: str, name: str, vocabulary: int) -> np.ndarray:
     """Token ids as int32; a plain list of ints is taken too, since other languages may send one."""
     array = np.asarray(value)

@@ -41,6 +41,10 @@ class CriticRank(TrainerRank):
         values, _ = self._forward(batch, 1.0)
         outputs = value_loss(values, old, returns, spec.options.get("value_clip"))
         loss = weighted_sum(outputs.losses, mask, weights)
+        self._see(
+            old_values=old, returns=returns, mask=mask, values=values, loss=loss,
+            parameters=next(self.policy.parameters()),
+        )  # fmt: skip
         self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
         with torch.no_grad():
             clipped = (outputs.clipped & mask).sum().double()

@@ -124,7 +124,8 @@ PPO: dict[str, Any] = {
 async def test_the_critic_learns_from_each_batch_and_its_weights_are_named_to_its_deployment(
     tmp_path: Path, staleness: int
 ) -> None:
-    async with CriticRun(tmp_path, prompts=8, pipeline={"max_staleness": staleness}, **PPO) as run:
+    debug = {"tracking": {"debug_mode": True}}
+    async with CriticRun(tmp_path, prompts=8, pipeline={"max_staleness": staleness}, **debug, **PPO) as run:
         assert await run.run() == 0, run.error()
         assert [update.new for update in run.critic.updates] == [update.new for update in run.updates]
         for update in run.critic.updates:
@@ -138,6 +139,10 @@ async def test_the_critic_learns_from_each_batch_and_its_weights_are_named_to_it
                 assert sample.bootstrap_value == (0.5 if sample.truncated else 0.0)
                 assert sample.returns is not None
                 assert sample.advantages is None
+        told = [tensor for event in run.events("tensors") for tensor in event["tensors"]]
+        names = {(tensor["role"], tensor["name"]) for tensor in told}
+        assert {("critic", "logits"), ("critic", "values"), ("trainer", "logprobs")} <= names
+        assert {tuple(tensor) for tensor in told} == {("role", "name", "dtype", "device", "shapes")}
         for row in run.rollouts():  # what a sample cost is stored with it
             assert row["critic_seconds"] > 0
             assert row["peak_memory_bytes"] == 1 << 20

@@ -46,14 +46,18 @@ def receiver():
 
 
 @pytest.fixture(scope="module")
-def services(cluster, port, make_spec, receiver, tmp_path_factory):
+def spec(make_spec, tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text(REWARDS)
-    spec = make_spec(
+    return make_spec(
         {"function": f"{path}:length"},
         {"function": f"{path}:match", "name": "exact match", "timeout_s": 1.0, "workers": 1},
         {"type": "grpc", "url": "grpc://127.0.0.1:9", "name": "elsewhere"},
     )
+
+
+@pytest.fixture(scope="module")
+def services(cluster, port, spec, receiver):
     yield deploy.deploy(spec, port, receiver.url, RUN)
     deploy.undeploy()
 
@@ -200,6 +204,10 @@ async def test_reference_log_probs_are_the_models(caller, model_folder):
         assert result["id"] == sample["id"]
         np.testing.assert_array_equal(result["token_ids"], sample["response_ids"])
         np.testing.assert_allclose(result["logprobs"], expected.numpy(), atol=1e-5)
+    seen = {tensor.pop("name"): tensor for tensor in results[0]["tensors"]}
+    assert set(seen) == {"input_ids", "attention_mask", "logits"}
+    assert (seen["logits"]["shape"][-1], seen["logits"]["dtype"], seen["logits"]["device"]) == (97, "float32", "cpu")
+    assert all("tensors" not in result for result in results[1:]), "once a call"
 
 
 async def test_each_call_is_a_span_below_the_callers(caller, receiver):
@@ -268,6 +276,35 @@ async def test_many_calls_at_once_are_all_answered(caller):
     calls = [caller.score("reward-length", rewards_of("a" * n, "b")) for n in range(40)]
     answers = await asyncio.gather(*calls)
     assert [results[0]["score"] for results, _ in answers] == [float(n) for n in range(40)]
+
+
+async def test_a_scorer_that_is_deployed_anew_fails_no_call(caller, spec, port):
+    """As KubeRay does it where a RayService's configuration changes: a new replica, while calls go on."""
+    metadata = (("application", "reward-length"),)
+
+    async def incarnation() -> str:
+        return (await caller.stub.Describe(scorer_pb2.DescribeRequest(), timeout=60, metadata=metadata)).incarnation
+
+    before, scores, enough = await incarnation(), [], asyncio.Event()
+
+    async def ask() -> None:
+        while not enough.is_set():
+            results, _ = await caller.score("reward-length", rewards_of("abc"), seconds=120)
+            scores.append(results[0]["score"])
+
+    asking = [asyncio.create_task(ask()) for _ in range(4)]
+    try:
+        application = deploy._reward(spec, spec.rewards[0], "reward-length", None, RUN)
+        await asyncio.to_thread(deploy._run, [application], port, 120.0)
+        end = time.monotonic() + 120
+        while await incarnation() == before:
+            assert time.monotonic() < end, "no new replica answered within 120 s"
+            await asyncio.sleep(0.2)
+    finally:
+        enough.set()
+        answered = await asyncio.gather(*asking, return_exceptions=True)
+    assert answered == [None] * 4, "a call failed"
+    assert set(scores) == {3.0}
 
 
 async def test_a_killed_replica_is_back_for_a_later_call_and_leaves_no_worker(caller):
