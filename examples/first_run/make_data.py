@@ -3,7 +3,7 @@
 Two tasks, each with a training and a held-out file in verl's columns (prompt, data_source, reward_model, extra_info):
 
 - ``lastword``: name the last of five words. Learned within the demo.
-- ``larger``: name the larger of two numbers below 100. Harder: still unfinished after as many steps.
+- ``twice``: name the word that stands twice among five. Harder: no place in the list is right more often than another.
 
 The same seed gives the same files. No question of a held-out file, nor the example that every prompt shows, is in a
 training file.
@@ -75,19 +75,18 @@ class Question(NamedTuple):
 
     text: str
     answer: str
-    key: frozenset[str] | str
-    """Two questions with one key are the same question: they never stand in both files."""
 
 
 def last_word(words: list[str]) -> Question:
     """The question after the last of some words."""
     text = f"Last word: {', '.join(words)}"
-    return Question(text, words[-1], text)
+    return Question(text, words[-1])
 
 
-def larger(first: int, second: int) -> Question:
-    """The question after the larger of two numbers; their order does not make another question."""
-    return Question(f"Larger: {first} or {second}?", str(max(first, second)), frozenset({str(first), str(second)}))
+def twice(words: list[str]) -> Question:
+    """The question after the word that stands twice."""
+    text = f"Twice: {', '.join(words)}"
+    return Question(text, next(word for word in words if words.count(word) == 2))
 
 
 def draw_last_word(rng: random.Random) -> Question:
@@ -95,10 +94,12 @@ def draw_last_word(rng: random.Random) -> Question:
     return last_word(rng.sample(WORDS, 5))
 
 
-def draw_larger(rng: random.Random) -> Question:
-    """Two different numbers from 1 to 99."""
-    first, second = rng.sample(range(1, 100), 2)
-    return larger(first, second)
+def draw_twice(rng: random.Random) -> Question:
+    """Four different words and one of them once more, in any order."""
+    words = rng.sample(WORDS, 4)
+    words.append(words[0])
+    rng.shuffle(words)
+    return twice(words)
 
 
 class Task(NamedTuple):
@@ -110,7 +111,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "lastword": Task(draw_last_word, last_word(["sugar", "bottle", "summer", "dream", "silver"])),
-    "larger": Task(draw_larger, larger(30, 58)),
+    "twice": Task(draw_twice, twice(["sugar", "bottle", "summer", "bottle", "silver"])),
 }
 
 
@@ -131,17 +132,17 @@ def rows(name: str, seed: int = SEED) -> tuple[list[dict[str, Any]], list[dict[s
     """
     task = TASKS[name]
     rng = random.Random(f"{name} {seed}")
-    seen = {task.example.key}
+    seen = {task.example.text}
     held_out: list[Question] = []
     while len(held_out) < TEST_ROWS:
         question = task.draw(rng)
-        if question.key not in seen:
-            seen.add(question.key)
+        if question.text not in seen:
+            seen.add(question.text)
             held_out.append(question)
     train: list[Question] = []
     while len(train) < TRAIN_ROWS:
         question = task.draw(rng)
-        if question.key not in seen:
+        if question.text not in seen:
             train.append(question)
 
     def row(question: Question, split: str, index: int) -> dict[str, Any]:
