@@ -215,7 +215,7 @@ class Stepper:
         append_step(self._run_dir, record)
         self._schedule.append(record)
         metrics |= stage_metrics(update, updated, publication, self._roles)
-        self._check_rounding(publication, updated)
+        self._check_rounding(publication, update, updated)
         self._metrics = metrics
         if self._save_due():
             await self.checkpoint()
@@ -404,9 +404,9 @@ class Stepper:
         if not task.cancelled() and task.exception() is not None and self.failed is not None:
             self.failed(task.exception())
 
-    def _check_rounding(self, publication: Publication, updated: Updated) -> None:
-        share = publication.changed_fraction
-        if updated.stepped and share < _LEAST_CHANGED and not self._rounding_told:
+    def _check_rounding(self, publication: Publication, update: StepUpdate, updated: Updated) -> None:
+        share, meant = publication.changed_fraction, updated.stepped and update.learning_rate > 0
+        if meant and share < _LEAST_CHANGED and not self._rounding_told:
             self._rounding_told = True
             self._events.append(
                 "warning",

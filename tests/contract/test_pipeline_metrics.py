@@ -194,3 +194,11 @@ def test_a_page_without_a_mark_is_noticed(mark: str) -> None:
     reference = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/metrics_reference.py")))
     with pytest.raises(ValueError, match="lacks the marks"):
         reference.with_tables(PAGE.read_text().replace(mark, ""))
+
+
+async def test_updates_that_rounding_takes_are_told_once_and_not_at_a_rate_of_zero(tmp_path: Path) -> None:
+    async with FakeRun(tmp_path, prompts=8, trainer={"warmup_steps": 1, "learning_rate": 2.0}) as run:
+        run.trainer.changed_fraction = 0.0
+        assert await run.run() == 0, run.error()
+        told = [event["message"] for event in run.events("warning") if "lost in rounding" in event["message"]]
+        assert ["at step 2" in message for message in told] == [True]

@@ -64,6 +64,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, store: Path) -> None:
         self.store = store
         self.faults = Faults()
+        self.changed_fraction = 1.0  # of the weights, that each publication says of itself
         self.weights = policy.base_bias()
         self.version = ""
         self.optimizer_steps = 0
@@ -210,7 +211,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             bytes=self.weights.nbytes,
             probe=codec.pack(probe),
             seconds=0.001,
-            changed_fraction=1.0,
+            changed_fraction=self.changed_fraction,
         )
 
     async def Save(self, request: Any, context: Any) -> Any:
