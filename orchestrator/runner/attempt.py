@@ -134,6 +134,7 @@ class Attempt:
         fleet = self._fleet(services, train, vocabulary)
         self._closing.append(fleet)
         spool = Spool(self.run_dir / "spool")
+        self._closing.append(_Closer(spool.close))
         runner = GroupRunner(
             spec,
             self.run_id,

@@ -99,6 +99,7 @@ async def take_up(
             group = Group(record.index, prompt, record.epoch, record.trace_id, start.step, span, buffer)
             group.samples = kept[record.index]
             resumed.append((record, group))
+    spool.remove(kept.keys() - {record.index for record, _ in resumed})  # committed, or ended otherwise
     return resumed
 
 

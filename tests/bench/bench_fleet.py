@@ -7,7 +7,8 @@
 ``knee``    the same over staleness bounds, at a quarter of the size.
 ``streaming``  updates that begin with the groups that are ready beside those that wait for the whole batch, over
             bounds, at a sixteenth of the size. A part of an update costs what its tokens cost.
-``cost``    the orchestrator in a process of its own, with HTTP, gRPC and SQL, on a scaled clock: CPU, memory.
+``cost``    the orchestrator in a process of its own, with HTTP, gRPC and SQL, on a scaled clock: CPU, memory. With
+            ``--beside FOLDER`` the orchestrator of another checkout too, in turns, against the same services.
 ``table``   prints the results in FILE.
 
 On a virtual clock computing takes no time, so that the schedule is measured and not this machine; requests go to the
@@ -287,9 +288,17 @@ def serving(folder: Path, scale: Scale, job: dict[str, Any]) -> Iterator[Path]:
 
 
 def cost(
-    engines: int, batch: int, n: int, eta: int, factor: float, steps: int, flush_tokens: int, files: int | None = None
+    engines: int,
+    batch: int,
+    n: int,
+    eta: int,
+    factor: float,
+    steps: int,
+    flush_tokens: int,
+    files: int | None = None,
+    tree: Path | None = None,
 ) -> dict[str, Any]:
-    """A run with the orchestrator in a process of its own, which may open so many files.
+    """A run with the orchestrator in a process of its own, which may open so many files; ``tree``: of that checkout.
 
     The services have a listener for each engine and a file for each connection of the orchestrator: where both have the
     same limit, theirs is reached first.
@@ -302,7 +311,8 @@ def cost(
         folder = Path(name)
         with serving(folder, scale, job) as run_dir:
             command = [sys.executable, "-m", "orchestrator.runner", "--run-dir", str(run_dir)]
-            process = subprocess.Popen(command)
+            environment = {**os.environ, "PYTHONPATH": str(tree)} if tree else None
+            process = subprocess.Popen(command, env=environment, cwd=tree)
             if files is not None:
                 resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
             sampler = Sampler(process.pid)
@@ -355,7 +365,7 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("grpcio", "httptools", "sqlalchemy", "numpy")},
+        "versions": {name: importlib.metadata.version(name) for name in ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -416,6 +426,8 @@ def main() -> None:
         "--files", type=int, help="that the orchestrator may open, of cost; default: what the system allows"
     )
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
+    parser.add_argument("--beside", type=Path, help="another checkout, of cost")
+    parser.add_argument("--rounds", type=int, default=1, help="of cost; the median is taken")
     options = parser.parse_args()
     if options.part == "cores":
         for in_flight in (1024, 4096, 16_384):
@@ -439,17 +451,18 @@ def main() -> None:
     elif options.part == "cost":
         engines, batch = options.engines or ENGINES, options.batch or BATCH
         (eta,) = options.eta or (7,)
-        value = cost(
-            engines,
-            batch,
-            options.samples or 4,
-            eta,
-            options.factor,
-            options.steps or 4,
-            options.flush_tokens,
-            options.files,
-        )
-        note(options.out, "cost", f"{value['in_flight']} in flight, flush {options.flush_tokens}", value)
+        n, steps, flush = options.samples or 4, options.steps or 4, options.flush_tokens
+        trees = {"": None, **({", beside": options.beside.resolve()} if options.beside else {})}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+        for _ in range(options.rounds):
+            for name, tree in trees.items():
+                value = cost(engines, batch, n, eta, options.factor, steps, flush, options.files, tree)
+                print(json.dumps(value), flush=True)
+                rounds[name].append(value)
+        for name, values in rounds.items():
+            middle = sorted(values, key=lambda value: value["cpu_ms_per_group"])[len(values) // 2]
+            middle = {**middle, "all": [value["cpu_ms_per_group"] for value in values]}
+            note(options.out, "cost", f"{middle['in_flight']} in flight, flush {flush}{name}", middle)
     else:
         print(table(json.loads(options.out.read_text())))
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy.exc import IntegrityError
+
+import orchestrator.runner.spool
 
 from nightshift.wire.version import Lineage
 from orchestrator.runner.ledger import GroupRecord, GroupState
@@ -36,9 +41,63 @@ def test_a_kept_group_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_group_that_is_not_whole_is_none(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.put(1, [make_sample("g1.0")])
-    path = tmp_path / "1.msgpack"
+    spool.put(2, [make_sample("g2.0")])
+    (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    assert spool.get(1) is None
+    assert spool.get(2) is None
+    again = Spool(tmp_path)
+    assert again.indices() == [1]
+    assert again.get(1) is not None
+    path.write_bytes(path.read_bytes()[:5])
+    assert Spool(tmp_path).indices() == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_process_finds_what_is_kept_and_writes_elsewhere(tmp_path: Path) -> None:
+    first = Spool(tmp_path)
+    for index in range(3):
+        first.put(index, [make_sample(f"g{index}.0", reward=0.25)])
+    first.put(1, [make_sample("g1.0", reward=0.5)])
+    second = Spool(tmp_path)  # the first one was killed
+    assert second.indices() == [0, 1, 2]
+    assert [sample.reward for sample in second.get(1) or []] == [0.5]
+    second.put(2, [make_sample("g2.0", reward=0.75)])
+    assert len(list(tmp_path.iterdir())) == 2
+    second.remove([0, 1])
+    assert len(list(tmp_path.iterdir())) == 1
+    second.close()
+    third = Spool(tmp_path)
+    assert [sample.reward for sample in third.get(2) or []] == [0.75]
+    third.remove([2])
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "remove", "kill", "end"]), st.integers(0, 5)), max_size=300))
+@settings(max_examples=50, deadline=None)
+def test_whatever_happens_nothing_that_is_kept_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+    spool = Spool(folder)
+    kept: dict[int, float] = {}
+    with mock.patch.object(orchestrator.runner.spool, "_MOST_GROUPS", 3):
+        for at, (what, index) in enumerate(events):
+            if what == "put":
+                spool.put(index, [make_sample("g0.0", reward=float(at))])
+                kept[index] = float(at)
+            elif what == "remove":
+                spool.remove([index])
+                kept.pop(index, None)
+            else:
+                if what == "end":
+                    spool.close()
+                spool = Spool(folder)
+                spool.remove(set(spool.indices()) - kept.keys())  # the ledger knows that they are over
+            assert set(spool.indices()) == kept.keys()
+            assert {i: samples[0].reward for i in kept if (samples := spool.get(i))} == kept
+    spool.remove(list(kept))
+    spool.close()
+    assert not list(folder.iterdir())
 
 
 def test_o45_going_back_removes_the_lines_of_later_steps(tmp_path: Path) -> None:
