@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from nightshift.data.decoding import TokenTable
 from nightshift.data.messages import Message
 from nightshift.data.templates import MARKERS, ChatTemplate, template_source
 from nightshift.wire.errors import BadInputError
@@ -112,6 +114,10 @@ class Tokenizer:
             chat_template=None if found is None else ChatTemplate(found[0], found[1], special),
         )
 
+    @functools.cached_property
+    def _table(self) -> TokenTable | None:
+        return TokenTable.of(self._backend)
+
     @property
     def end_id(self) -> int | None:
         """The id that ends an answer in training data: the tokenizer's own, else the smallest that ends a response."""
@@ -162,6 +168,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
+        if isinstance(ids, np.ndarray) and self._table is not None:
+            text = self._table.decode(ids, skip_special_tokens)
+            if text is not None:
+                return text
         plain = ids.tolist() if isinstance(ids, np.ndarray) else [int(item) for item in ids]
         return self._backend.decode(plain, skip_special_tokens=skip_special_tokens)
 

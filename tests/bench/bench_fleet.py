@@ -365,7 +365,9 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")
+        },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
