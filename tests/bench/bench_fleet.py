@@ -55,6 +55,7 @@ BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
 #: Steps between which the pace is taken, and steps before them.
 STEPS, WARM = 5, 2
 TICK_S = 0.005
+PACKAGES = ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")
 
 
 # Stages by themselves -------------------------------------------------------------------------------------------------

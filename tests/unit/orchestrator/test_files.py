@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import IntegrityError
 
 import orchestrator.runner.spool
-
 from nightshift.wire.version import Lineage
 from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.runner.rollouts import drop_rollouts_after, write_rollouts
