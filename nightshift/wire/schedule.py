@@ -7,7 +7,7 @@ can be made again from the stored rollouts.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,8 +64,9 @@ class StepRecord:
             raise BadInputError(f"a line of {SCHEDULE} has no field {error.args[0]!r}", role="job") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON holds it."""
-        return asdict(self)
+        """The record as JSON holds it; its lists and maps are the record's own."""
+        # dataclasses.asdict copies each of a batch's ids, for each step and once more for each commit.
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 def append_step(run_dir: Path, record: StepRecord) -> None:

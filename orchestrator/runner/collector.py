@@ -11,6 +11,10 @@ from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP,
 from nightshift.wire.frames import FINISH_ERROR, UNKNOWN_VERSION, Frame, FrameReader
 from orchestrator.runner.answers import ROUNDING, EngineAwayError, Generated, InvalidAnswerError
 
+_ZERO = np.float32(0)
+#: As the methods of arrays, which ask for an axis, a place and a start first.
+_least, _most = np.minimum.reduce, np.maximum.reduce
+
 
 class Collector:
     """The response to one request, from the rollout route."""
@@ -39,7 +43,7 @@ class Collector:
 
     def partial(self) -> Generated | None:
         """What has come in, as far as its weights are known; None where that is nothing."""
-        versions = _merged([span for frame in self._frames for span in frame.versions])
+        versions = self._versions()
         known = next((span.start for span in versions if span.version == UNKNOWN_VERSION), self._tokens)
         if not known:
             return None
@@ -72,7 +76,7 @@ class Collector:
             )
         if last.finish_reason not in (FINISH_STOP, FINISH_LENGTH):
             raise InvalidAnswerError(f"{name}: finish reason {last.finish_reason!r}", "finish_reason")
-        versions = _merged([span for frame in self._frames for span in frame.versions])
+        versions = self._versions()
         if any(span.version == UNKNOWN_VERSION for span in versions):
             raise InvalidAnswerError(
                 f"{name}: a weight update broke off below it, what sampled its tokens is unknown",
@@ -85,13 +89,18 @@ class Collector:
             )
         return Generated(self._ids(), self._logprobs(), versions, last.finish_reason)
 
+    def _versions(self) -> list[VersionSpan]:
+        return _merged([span for frame in self._frames for span in frame.versions])
+
     def _ids(self) -> Ids:
-        return np.concatenate([frame.ids for frame in self._frames])
+        frames = self._frames
+        return frames[0].ids if len(frames) == 1 else np.concatenate([frame.ids for frame in frames])
 
     def _logprobs(self) -> Floats:
-        values: Floats = np.concatenate([frame.logprobs for frame in self._frames])
-        np.minimum(values, 0, out=values)
-        return values
+        frames = self._frames
+        values = frames[0].logprobs if len(frames) == 1 else np.concatenate([frame.logprobs for frame in frames])
+        capped: Floats = np.minimum(values, _ZERO)
+        return capped
 
     def _check(self, frame: Frame) -> None:
         name = self._request_id
@@ -101,12 +110,12 @@ class Collector:
             raise InvalidAnswerError(f"{name}: a frame after the last one", "form")
         if frame.start != self._tokens:
             raise InvalidAnswerError(f"{name}: a frame from token {frame.start} after {self._tokens} tokens", "form")
-        if len(frame.ids) and frame.ids.min() < 0:
+        if len(frame.ids) and _least(frame.ids) < 0:
             raise InvalidAnswerError(f"{name}: a negative token id", "token_ids")
         if len(frame.logprobs) != len(frame.ids):
             raise InvalidAnswerError(f"{name}: {len(frame.logprobs)} log-probs for {len(frame.ids)} tokens", "logprobs")
         # Two passes that allocate nothing; a NaN is neither below the one bound nor above the other.
-        if len(frame.ids) and not (frame.logprobs.max() <= ROUNDING and frame.logprobs.min() > -math.inf):
+        if len(frame.ids) and not (_most(frame.logprobs) <= ROUNDING and _least(frame.logprobs) > -math.inf):
             wrong = ~(np.isfinite(frame.logprobs) & (frame.logprobs <= ROUNDING))
             value = float(frame.logprobs[wrong.argmax()])
             raise InvalidAnswerError(f"{name}: log-prob {value}", "logprobs")

@@ -7,8 +7,8 @@ import functools
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from orchestrator.runner.answers import (
 )
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
+from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 from orchestrator.runner.load import Load, parse_load
@@ -75,7 +76,7 @@ class Engine:
         self.capabilities: Capabilities | None = None
         self._timeout_s = request_timeout_s
         self._flush_tokens = flush_tokens
-        self._open: set[asyncio.Timeout] = set()
+        self._deadlines = Deadlines(request_timeout_s)
         self._broken = ""
         self._closed = False
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
@@ -98,6 +99,7 @@ class Engine:
     async def close(self) -> None:
         """Closes the connections. Whatever is asked of the server from now on finds it away."""
         self._closed = True
+        self._deadlines.close()
         await self._frames.close()
         await self._samples.aclose()
         await self._admin.close()
@@ -105,8 +107,7 @@ class Engine:
     def break_off(self, cause: str) -> None:
         """Gives up all requests for samples at once, with this cause; what came in of them is kept by who sent them."""
         self._broken = cause
-        for timeout in self._open:
-            timeout.reschedule(asyncio.get_running_loop().time())
+        self._deadlines.expire()
 
     async def connect(self) -> Capabilities:
         """Finds out what the server can do, once.
@@ -135,7 +136,7 @@ class Engine:
             EngineRefusedError: 4xx.
             InvalidAnswerError: the answer is not that of this request, or its log-probs are unusable.
         """
-        if (await self.connect()).route:
+        if (self.capabilities or await self.connect()).route:
             return await self._draw(request, on_sent)
         sampling: dict[str, Any] = {
             "max_tokens": request.max_tokens,
@@ -153,7 +154,7 @@ class Engine:
             headers["traceparent"] = request.traceparent
         body = {"token_ids": request.prompt_ids.tolist(), "sampling_params": sampling}
         try:
-            async with self._deadline():
+            async with self._deadlines.block():
                 answer = await self._call(
                     "POST",
                     GENERATE,
@@ -185,29 +186,16 @@ class Engine:
             headers["traceparent"] = request.traceparent
         collector = Collector(request.request_id)
         try:
-            async with (
-                self._deadline(),
-                self._frames.post(ROUTE, codec.pack(body), headers, on_sent) as answer,
-            ):
-                if answer.status != 200:
-                    self._check_status(answer.status, (await answer.read()).decode(errors="replace"), ROUTE)
-                async for data in answer.chunks():
-                    collector.feed(data)
+            status, text = await self._frames.stream(
+                ROUTE, codec.pack(body), headers, collector.feed, self._deadlines, on_sent
+            )
         except TimeoutError as error:
             raise self._late(ROUTE, collector.partial()) from error
         except ConnectionLostError as error:
             raise self._away(error, collector.partial()) from error
+        if status != 200:
+            self._check_status(status, text.decode(errors="replace"), ROUTE)
         return collector.finish()
-
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
-        """The time of one request, which :meth:`break_off` cuts short."""
-        async with asyncio.timeout(self._timeout_s) as timeout:
-            self._open.add(timeout)
-            try:
-                yield
-            finally:
-                self._open.discard(timeout)
 
     def _late(self, path: str, partial: Generated | None) -> EngineLateError:
         name = self.address.name

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.files import ROOM, Room
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -96,13 +97,11 @@ class Http1Client:
             ConnectionLostError: the server cannot be reached, or went away.
             ValueError: a header holds a line break.
         """
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{_fields(headers)}"
-        if body or method != "GET":
-            head += f"Content-Length: {len(body)}\r\n"
-        connection = await self._connection()
+        data = self._message(method, path, body, headers)
+        connection = self._idle_connection() or await self._connection()
         whole = False
         try:
-            await connection.send(head.encode("latin-1") + b"\r\n" + body)
+            await connection.send(data)
             if on_sent is not None:
                 on_sent()
             status = await connection.status()
@@ -110,19 +109,90 @@ class Http1Client:
             # A server closes the connection behind a handler that raised, without a word of it in the answer.
             whole = connection.usable() and status < 500
         finally:
-            if whole:
-                self._idle.append(connection)
-                self._room.rest(connection)
-            else:
-                connection.close()
+            self._let_go(connection, whole)
+
+    async def stream(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        feed: Callable[[bytes], None],
+        deadlines: Deadlines,
+        on_sent: Callable[[], None] | None = None,
+    ) -> tuple[int, bytes]:
+        """Sends a request and hands each piece of an answer of status 200 to ``feed`` as it comes in.
+
+        The caller sleeps once for the whole answer, however many pieces it has.
+
+        Args:
+            deadlines: what ends the call, a connection included.
+
+        Returns:
+            The status, and the body of an answer of another one: its first MiB.
+
+        Raises:
+            ConnectionLostError: the server cannot be reached, or went away.
+            TimeoutError: of the deadlines.
+            ValueError: a header holds a line break.
+            Exception: what ``feed`` raised; the connection is closed then.
+        """
+        data = self._message("POST", path, body, headers)
+        connection = self._idle_connection()
+        if connection is None:
+            async with deadlines.block():
+                connection = await self._connection()
+                return await self._exchange(connection, data, feed, None, on_sent)
+        return await self._exchange(connection, data, feed, deadlines, on_sent)
+
+    async def _exchange(
+        self,
+        connection: _Connection,
+        data: bytes,
+        feed: Callable[[bytes], None],
+        deadlines: Deadlines | None,
+        on_sent: Callable[[], None] | None,
+    ) -> tuple[int, bytes]:
+        whole = False
+        ended = asyncio.get_running_loop().create_future()
+        if deadlines is not None:
+            deadlines.watch(ended)
+        try:
+            connection.begin(data, feed, ended, on_sent)
+            await ended
+            status, rest = connection.status_code, connection.taken()
+            whole = connection.usable() and status < 500
+            return status, rest
+        finally:
+            if deadlines is not None:
+                deadlines.forget(ended)
+            self._let_go(connection, whole)
+
+    def _message(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{_fields(headers)}"
+        if body or method != "GET":
+            head += f"Content-Length: {len(body)}\r\n"
+        return head.encode("latin-1") + b"\r\n" + body
+
+    def _let_go(self, connection: _Connection, whole: bool) -> None:
+        """Keeps a connection for the next request where it can have one."""
+        if whole:
+            self._idle.append(connection)
+            self._room.rest(connection)
+        else:
+            connection.close()
+
+    def _idle_connection(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if self._room.use(connection) and connection.usable():
+                return connection
+            connection.close()
+        return None
 
     async def _connection(self) -> _Connection:
         while True:
-            while self._idle:
-                connection = self._idle.pop()
-                if self._room.use(connection) and connection.usable():
-                    return connection
-                connection.close()
+            if (connection := self._idle_connection()) is not None:
+                return connection
             if self._room.enter():
                 return await self._connect()
             await self._room.wait()
@@ -168,6 +238,10 @@ class _Connection(asyncio.Protocol):
         self._whole = False
         self._keep = False
         self._framed = False  # the answer says itself where it ends
+        self._feed: Callable[[bytes], None] | None = None
+        self._ended: asyncio.Future[None] | None = None  # of an answer that is fed
+        self._sent: Callable[[], None] | None = None  # is called when the request has left
+        self._failure: Exception | None = None  # of whoever is fed
 
     # For the client ---------------------------------------------------------------------------------------------------
 
@@ -191,6 +265,43 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
         while self._full:
             await self._next()
+
+    def begin(
+        self,
+        data: bytes,
+        feed: Callable[[bytes], None],
+        ended: asyncio.Future[None],
+        on_sent: Callable[[], None] | None,
+    ) -> None:
+        """Sends a request, feeds its answer, and ends the future with it.
+
+        Raises:
+            ConnectionLostError: the server has closed the connection.
+        """
+        self._reset()
+        if self._transport is None or not self._open:
+            raise ConnectionLostError(self._error or "the server closed the connection")
+        self._feed, self._ended, self._sent = feed, ended, on_sent
+        self._transport.write(data)
+        self._tell_sent()
+
+    @property
+    def status_code(self) -> int:
+        """Status of the answer; 0 before."""
+        return self._status
+
+    def taken(self) -> bytes:
+        """What came in of the body and was not fed."""
+        taken = b"".join(self._chunks)
+        self._chunks.clear()
+        self._waiting = 0
+        return taken
+
+    def _tell_sent(self) -> None:
+        sent = self._sent
+        if sent is not None and not self._full:
+            self._sent = None
+            sent()
 
     async def status(self) -> int:
         """Status of the answer."""
@@ -226,8 +337,21 @@ class _Connection(asyncio.Protocol):
             self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._ended is not None:
+            self._wake_at_the_end(self._ended)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _wake_at_the_end(self, ended: asyncio.Future[None]) -> None:
+        self._tell_sent()
+        if ended.done():
+            return
+        if self._failure is not None:
+            ended.set_exception(self._failure)
+        elif self._whole:
+            ended.set_result(None)
+        elif self._error:
+            ended.set_exception(ConnectionLostError(self._error))
 
     # For the transport ------------------------------------------------------------------------------------------------
 
@@ -293,8 +417,18 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
-        self._chunks.append(data)
-        self._waiting += len(data)
+        if self._feed is None:
+            self._chunks.append(data)
+            self._waiting += len(data)
+        elif self._status != 200:
+            if self._waiting + len(data) <= _MOST_WAITING:
+                self._chunks.append(data)
+                self._waiting += len(data)
+        elif self._failure is None:
+            try:
+                self._feed(data)
+            except Exception as error:  # it is the caller's, who hears of it
+                self._failure = error
 
     def on_message_complete(self) -> None:
         """The end of an answer."""

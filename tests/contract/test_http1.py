@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
+from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 
@@ -64,13 +65,28 @@ async def serving(script: Script, prefix: str = "") -> AsyncIterator[tuple[Serve
         listener.close()
 
 
-async def ask(client: Http1Client, body: bytes = b"body") -> tuple[int, bytes]:
-    async with client.post("/r", body, {"X": "1"}) as answer:
+Ask = Callable[[Http1Client], Awaitable[tuple[int, bytes]]]
+
+
+async def read(client: Http1Client) -> tuple[int, bytes]:
+    async with client.post("/r", b"body", {"X": "1"}) as answer:
         return answer.status, await answer.read()
 
 
+async def fed(client: Http1Client, seconds: float = 30.0) -> tuple[int, bytes]:
+    pieces: list[bytes] = []
+    status, rest = await client.stream("/r", b"body", {"X": "1"}, pieces.append, Deadlines(seconds))
+    return status, b"".join(pieces) + rest
+
+
+@pytest.fixture(params=[read, fed])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    """Both ways to take an answer: as its reader wants it, and as it comes."""
+    return request.param
+
+
 @pytest.mark.parametrize("answer", [PLAIN, CHUNKED])
-async def test_a_connection_is_used_again_however_the_answer_is_framed(answer: bytes) -> None:
+async def test_a_connection_is_used_again_however_the_answer_is_framed(ask: Ask, answer: bytes) -> None:
     async with serving(lambda number, request: [answer], "/base/") as (server, client):
         assert [await ask(client) for _ in range(3)] == [(200, b"hello")] * 3
         assert server.connections == 1
@@ -81,17 +97,17 @@ async def test_a_connection_is_used_again_however_the_answer_is_framed(answer: b
 
 
 @pytest.mark.parametrize("answer", [PLAIN, CHUNKED])
-async def test_an_answer_may_come_byte_by_byte(answer: bytes) -> None:
+async def test_an_answer_may_come_byte_by_byte(ask: Ask, answer: bytes) -> None:
     async with serving(lambda number, request: [bytes([b]) for b in answer]) as (_, client):
         assert await ask(client) == (200, b"hello")
 
 
-async def test_an_interim_answer_is_passed_over() -> None:
+async def test_an_interim_answer_is_passed_over(ask: Ask) -> None:
     async with serving(lambda number, request: [b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN]) as (_, client):
         assert await ask(client) == (200, b"hello")
 
 
-async def test_requests_at_once_have_connections_of_their_own() -> None:
+async def test_requests_at_once_have_connections_of_their_own(ask: Ask) -> None:
     async with serving(lambda number, request: [CHUNKED]) as (server, client):
         assert await asyncio.gather(*(ask(client) for _ in range(20))) == [(200, b"hello")] * 20
         assert server.connections == 20
@@ -99,7 +115,7 @@ async def test_requests_at_once_have_connections_of_their_own() -> None:
         assert server.connections == 20
 
 
-async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
+async def test_a_connection_that_the_server_has_closed_is_not_used_again(ask: Ask) -> None:
     closing = b"HTTP/1.1 503 Away\r\nconnection: close\r\ncontent-length: 2\r\n\r\nno"
     answers: dict[int, list[bytes | None]] = {1: [closing, None], 2: [PLAIN, None], 3: [PLAIN]}
     async with serving(lambda number, request: answers[number]) as (server, client):
@@ -121,7 +137,7 @@ async def test_a_connection_that_the_server_has_closed_is_not_used_again() -> No
         [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
     ],
 )
-async def test_an_answer_that_breaks_off_is_a_lost_connection(pieces: list[bytes | None]) -> None:
+async def test_an_answer_that_breaks_off_is_a_lost_connection(ask: Ask, pieces: list[bytes | None]) -> None:
     async with serving(lambda number, request: pieces) as (server, client):
         with pytest.raises(ConnectionLostError):
             await ask(client)
@@ -153,7 +169,7 @@ async def test_who_leaves_before_the_end_closes_the_connection() -> None:
         assert server.connections == 2
 
 
-async def test_nobody_there_is_a_lost_connection() -> None:
+async def test_nobody_there_is_a_lost_connection(ask: Ask) -> None:
     async with serving(lambda number, request: [PLAIN]) as (server, _):
         url = server.url
     client = Http1Client(url, {})
@@ -162,7 +178,7 @@ async def test_nobody_there_is_a_lost_connection() -> None:
     await client.close()
 
 
-async def test_the_caller_hears_when_a_request_has_left() -> None:
+async def test_the_caller_hears_when_a_request_has_left(ask: Ask) -> None:
     heard, release = asyncio.Event(), asyncio.Event()
 
     async def answer_later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -186,7 +202,7 @@ async def test_the_caller_hears_when_a_request_has_left() -> None:
     listener.close()
 
 
-async def test_connections_stay_within_their_room_and_idle_ones_make_way() -> None:
+async def test_connections_stay_within_their_room_and_idle_ones_make_way(ask: Ask) -> None:
     room = Room(4)
     async with serving(lambda number, request: [CHUNKED]) as (server, _), serving(lambda n, r: [PLAIN]) as (other, _):
         first, second = Http1Client(server.url, {}, room), Http1Client(other.url, {}, room)
@@ -206,7 +222,7 @@ async def test_connections_stay_within_their_room_and_idle_ones_make_way() -> No
         assert room.open == 0
 
 
-async def test_who_is_cancelled_while_it_waits_for_room_takes_none() -> None:
+async def test_who_is_cancelled_while_it_waits_for_room_takes_none(ask: Ask) -> None:
     room, release = Room(1), asyncio.Event()
 
     async def answer_later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -229,7 +245,7 @@ async def test_who_is_cancelled_while_it_waits_for_room_takes_none() -> None:
     listener.close()
 
 
-async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+async def test_an_answer_without_a_length_ends_with_its_connection(ask: Ask) -> None:
     endless = b"HTTP/1.1 200 OK\r\n\r\nhello"
     async with serving(lambda number, request: [endless, None]) as (server, client):
         assert [await ask(client) for _ in range(2)] == [(200, b"hello")] * 2
@@ -269,3 +285,75 @@ async def test_a_header_with_a_line_break_is_refused() -> None:
             pass
     with pytest.raises(ValueError, match="line break"):
         Http1Client("http://127.0.0.1:1", {"X": "1\n"})
+
+
+async def test_what_is_fed_came_in_before_the_break() -> None:
+    got: list[bytes] = []
+    async with serving(lambda number, request: [CHUNKED[:-12], None]) as (_, client):
+        with pytest.raises(ConnectionLostError):
+            await client.stream("/r", b"", {}, got.append, Deadlines(30.0))
+    assert b"".join(got) == b"hel"
+
+
+async def test_who_refuses_what_it_is_fed_closes_the_connection() -> None:
+    def refuse(data: bytes) -> None:
+        raise KeyError(data)
+
+    async with serving(lambda number, request: [CHUNKED]) as (server, client):
+        with pytest.raises(KeyError, match="hel"):
+            await client.stream("/r", b"", {}, refuse, Deadlines(30.0))
+        assert await fed(client) == (200, b"hello")
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new connection", "used again"])
+@pytest.mark.parametrize("how", ["late", "broken off", "cancelled"])
+async def test_a_wait_for_an_answer_ends(how: str, known: bool) -> None:
+    async with serving(lambda number, request: [PLAIN] if known and number == 1 else [CHUNKED[:-12]]) as (
+        server,
+        client,
+    ):
+        if known:
+            assert await fed(client) == (200, b"hello")
+        deadlines, got = Deadlines(0.2 if how == "late" else 3600.0), asyncio.Event()
+        wait = asyncio.create_task(client.stream("/r", b"", {}, lambda data: got.set(), deadlines))
+        await asyncio.wait_for(got.wait(), 30)
+        if how == "broken off":
+            deadlines.expire()
+        elif how == "cancelled":
+            wait.cancel()
+        with pytest.raises(asyncio.CancelledError if how == "cancelled" else TimeoutError):
+            await asyncio.wait_for(asyncio.shield(wait), 30)
+        deadlines.close()
+        server.script = lambda number, request: [PLAIN]
+        assert await fed(client) == (200, b"hello")
+        assert server.connections == 2
+
+
+async def test_each_of_many_waits_ends_in_its_own_time() -> None:
+    loop = asyncio.get_running_loop()
+    deadlines = Deadlines(0.05)
+    began = loop.time()
+    waits = []
+    for _ in range(20):
+        waits.append(loop.create_future())
+        deadlines.watch(waits[-1])
+    for wait in waits[::3]:
+        deadlines.forget(wait)
+    for at, wait in enumerate(waits):
+        if at % 3:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(wait), 30)
+            assert loop.time() - began >= 0.05
+    assert not any(wait.done() for wait in waits[::3])
+    deadlines.close()
+
+
+async def test_the_body_of_a_refusal_is_not_fed() -> None:
+    refusal = b"HTTP/1.1 400 Bad\r\ncontent-length: 5\r\n\r\nwrong"
+    got: list[bytes] = []
+    async with serving(lambda number, request: [refusal]) as (server, client):
+        for _ in range(2):
+            assert await client.stream("/r", b"", {}, got.append, Deadlines(30.0)) == (400, b"wrong")
+        assert server.connections == 1
+    assert not got

@@ -21,6 +21,9 @@ async def serve(app: Any, port: int) -> tuple[uvicorn.Server, int]:
         log_level="error",
         access_log=False,
         ws="none",
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
         timeout_keep_alive=60,
     )
     config.load()

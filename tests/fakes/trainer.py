@@ -170,7 +170,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             opened = self._open = Open(request.step, request.attempt)
         if request.part != len(opened.parts):
             await context.abort(grpc.StatusCode.ABORTED, f"part {request.part}, expected {len(opened.parts)}")
-        samples = unpack_samples(request.samples)
+        samples = self._read(request.samples)
         await self._work(samples, request.final)
         opened.parts.append(samples)
         self.received.append(key[:3])
@@ -232,6 +232,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._folder(Path(request.state_dir), {"manifest.json": json.dumps(manifest)})
         self.saves.append(request.state_dir)
         return trainer_pb2.SaveResponse(seconds=0.001, bytes=self.weights.nbytes)
+
+    def _read(self, data: bytes) -> list[Sample]:
+        """The samples of a request."""
+        return unpack_samples(data)
 
     async def _work(self, samples: list[Sample], final: bool) -> None:
         """Takes the time that a part needs: none."""

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
+from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.http1 import ConnectionLostError
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -128,6 +129,23 @@ class InProcessHttp:
     ) -> AbstractAsyncContextManager[_Exchange]:
         """As :meth:`request`."""
         return self.request("POST", path, body, headers, on_sent)
+
+    async def stream(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        feed: Callable[[bytes], None],
+        deadlines: Deadlines,
+        on_sent: Callable[[], None] | None = None,
+    ) -> tuple[int, bytes]:
+        """Sends a request and feeds its answer."""
+        async with deadlines.block(), self.post(path, body, headers, on_sent) as answer:
+            if answer.status != 200:
+                return answer.status, await answer.read()
+            async for piece in answer.chunks():
+                feed(piece)
+            return answer.status, b""
 
     @asynccontextmanager
     async def request(

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tests.sim.run import Scale, SimRun
 
 
@@ -65,7 +67,8 @@ def main() -> None:
     """The command."""
     widen_files()
     folder, scale, settings = sys.argv[1:4]
-    asyncio.run(serve(Path(folder), Scale.of(scale), json.loads(settings)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(Path(folder), Scale.of(scale), json.loads(settings)))
 
 
 if __name__ == "__main__":
