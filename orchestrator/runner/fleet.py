@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
@@ -22,7 +22,7 @@ from orchestrator.runner.answers import (
 )
 from orchestrator.runner.engine import EngineAddress
 from orchestrator.runner.health import ServerState
-from orchestrator.runner.prefix import completed, join, rest
+from orchestrator.runner.prefix import completed, join, named, rest
 from orchestrator.runner.published import Published
 from orchestrator.runner.refill import Refill
 from orchestrator.runner.roster import Lending, Roster
@@ -195,9 +195,8 @@ class Fleet:
             held = server.health.version
             try:
                 with server.work(), span as traceparent:
-                    part = rest(request, prefix)
-                    named = replace(part, request_id=f"{part.request_id}.{attempt}", traceparent=traceparent)
-                    answer = await self._turnstile.generate(server.engine, named)
+                    part = named(rest(request, prefix), f"{request.request_id}.{attempt}", traceparent)
+                    answer = await self._turnstile.generate(server.engine, part)
                     return join(prefix, self._check(server, answer, held))
             except EngineRefusedError:
                 if prefix is None:

@@ -59,8 +59,8 @@ class PipelineState:
         """Takes a scored group."""
         self.ready[group.index] = group
         self._ages[group.index] = GroupAge(group.oldest_version, group.index)
-        self._bytes[group.index] = group.bytes
-        self.buffered_bytes += group.bytes
+        self._bytes[group.index] = size = group.bytes
+        self.buffered_bytes += size
 
     def open_with(self, ages: Iterable[GroupAge]) -> list[Group]:
         """Moves ready groups into the step in progress."""

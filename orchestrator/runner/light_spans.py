@@ -100,13 +100,14 @@ class LightSpan(Span):
         sink, self._sink = self._sink, None
         if sink is None:
             return
-        attributes, ids = self._attributes, self._context
+        attributes = self._attributes
+        trace_id, span_id = self._context[:2]
         sink(
             {
                 "name": self._name,
                 "role": attributes.pop("role", self._role),
-                "trace_id": f"{ids.trace_id:032x}",
-                "span_id": f"{ids.span_id:016x}",
+                "trace_id": f"{trace_id:032x}",
+                "span_id": f"{span_id:016x}",
                 "parent_id": f"{self._parent_id:016x}" if self._parent_id else None,
                 "links": [
                     {"trace_id": f"{link.context.trace_id:032x}", "span_id": f"{link.context.span_id:016x}"}
@@ -152,6 +153,12 @@ class LightTracer(Tracer):
             trace_id, parent_id = above.trace_id, above.span_id
         ids = SpanContext(trace_id, _random(8), is_remote=False, trace_flags=_SAMPLED)
         return LightSpan(name, ids, parent_id, links or (), dict(attributes or {}), self._sink, self._role)
+
+    def below(self, parent: Span, name: str, attributes: dict[str, Any]) -> Span:
+        """As :meth:`start_span`, without a context: a span below another one, which takes the attributes for its own."""
+        above = parent.get_span_context()
+        ids = SpanContext(above.trace_id, _random(8), is_remote=False, trace_flags=_SAMPLED)
+        return LightSpan(name, ids, above.span_id, (), attributes, self._sink, self._role)
 
     @contextmanager
     def start_as_current_span(  # type: ignore[override]  # OpenTelemetry's own decorator does more than yield

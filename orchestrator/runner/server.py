@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 
@@ -35,6 +36,26 @@ class Proof:
     limits: ProbeLimits
     mode: str = "keep"
     keep_cache: bool = False
+
+
+class _Work(AbstractContextManager[None]):
+    """The time of one request on a server."""
+
+    __slots__ = ("_server",)
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def __enter__(self) -> None:
+        self._server.running += 1
+        self._server.idle.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.running -= 1
+        if not self._server.running:
+            self._server.idle.set()
 
 
 class Server:
@@ -72,17 +93,9 @@ class Server:
         """Name in logs and metrics."""
         return self.engine.address.name
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
+    def work(self) -> AbstractContextManager[None]:
         """Within, one request is drawn there."""
-        self.running += 1
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
+        return _Work(self)
 
     async def bring(self, publication: Publication, proof: Proof) -> float:
         """Brings it to published weights and has it prove them; returns the seconds for which it stood still.
