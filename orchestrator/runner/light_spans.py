@@ -155,7 +155,7 @@ class LightTracer(Tracer):
         return LightSpan(name, ids, parent_id, links or (), dict(attributes or {}), self._sink, self._role)
 
     def below(self, parent: Span, name: str, attributes: dict[str, Any]) -> Span:
-        """As :meth:`start_span`, without a context: a span below another one, which takes the attributes for its own."""
+        """A span below another one, as by :meth:`start_span` without a context; it takes the attributes for its own."""
         above = parent.get_span_context()
         ids = SpanContext(above.trace_id, _random(8), is_remote=False, trace_flags=_SAMPLED)
         return LightSpan(name, ids, above.span_id, (), attributes, self._sink, self._role)
