@@ -18,21 +18,26 @@ from tokenizers import decoders
 
 
 class TokenTable:
-    """Bytes of each token, with and without the special ones."""
+    """Bytes of each token, with and without the special ones; of ids without a token none, as the library has it.
 
-    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
+    Args:
+        rows: ids that the model may answer with, which are often more than its tokenizer has tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, rows: int) -> None:
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         of_token = _byte_level if byte_level else _as_it_is
         tokens = [backend.id_to_token(index) for index in range(size)]
-        self._all = [b"" if token is None else of_token(token) for token in tokens]
+        self._all = [b"" if token is None else of_token(token) for token in tokens] + [b""] * max(0, rows - size)
         self._plain = [b"" if index in special else token for index, token in enumerate(self._all)]
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> TokenTable | None:
+    def of(cls, backend: tokenizers.Tokenizer, rows: int = 0) -> TokenTable | None:
         """The table of a tokenizer; None where its decoder is another one."""
         byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        return cls(backend, byte_level) if byte_level or isinstance(backend.decoder, decoders.Fuse) else None
+        known = byte_level or isinstance(backend.decoder, decoders.Fuse)
+        return cls(backend, byte_level, rows) if known else None
 
     def decode(self, ids: NDArray[Any], skip_special_tokens: bool) -> str | None:
         """Text of ids [T]; None where one of them has no place in the table."""

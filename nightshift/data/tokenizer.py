@@ -116,7 +116,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _table(self) -> TokenTable | None:
-        return TokenTable.of(self._backend)
+        return TokenTable.of(self._backend, self.vocab_size)
 
     @property
     def end_id(self) -> int | None:
