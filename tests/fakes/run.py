@@ -199,7 +199,7 @@ class FakeRun:
         finally:
             log.close()
 
-    async def until(self, condition: Callable[[], Any], what: str, limit_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], Any], what: str, limit_s: float = 60.0) -> None:
         """Waits for something to be true.
 
         Raises:
