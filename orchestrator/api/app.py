@@ -27,7 +27,7 @@ from orchestrator.api import (
     routes_session,
     routes_settings,
 )
-from orchestrator.api.grpc_jobs import make_server
+from orchestrator.api.grpc_server import make_server
 from orchestrator.api.limits import Limits
 from orchestrator.api.metrics import merge
 from orchestrator.api.models import Health

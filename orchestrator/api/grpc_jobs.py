@@ -4,105 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf import json_format, struct_pb2
 
 from nightshift.cli.runs import EVENTS
 from nightshift.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from orchestrator.api import readers, routes_data, routes_jobs, routes_settings
-from orchestrator.api.problems import ProblemError, answer
-from orchestrator.api.rate import RateLimit
+from orchestrator.api.grpc_calls import Context, Servicer, call, limit_of, metadata, struct
+from orchestrator.api.problems import ProblemError
 from orchestrator.api.routes_events import finished
-from orchestrator.api.service import Caller, Service, caller_from, check_scope, visible
+from orchestrator.api.service import Caller, visible
 from orchestrator.api.stream import boundary, events
 from orchestrator.jobs.document import read_document
 from orchestrator.jobs.states import Call, JobState
 from orchestrator.store.access import Scope
 
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
 _PAGE = 50
-Context = Any  # grpc carries no types
 
 
-def _call(scope: Scope) -> Callable[[Any], Any]:
-    """Makes a call of a method ``(self, caller, request)`` that runs in a thread."""
-
-    def decorate(method: Any) -> Any:
-        @functools.wraps(method)
-        async def wrapper(self: JobServicer, request: Any, context: Context) -> Any:
-            async with _Refusals(context, method.__name__):
-                caller = await self.caller(context, scope)
-                return await asyncio.to_thread(method, self, caller, request)
-
-        return wrapper
-
-    return decorate
-
-
-class _Refusals:
-    """Ends a call with the problem of what is raised within."""
-
-    def __init__(self, context: Context, method: str) -> None:
-        self._context = context
-        self._path = f"/nightshift.wire.v1.JobService/{method}"
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
-            problem = answer(self._path, error)
-            code = _CODES.get(problem.status_code, grpc.StatusCode.INTERNAL)
-            body = bytes(problem.body)
-            detail = json_format.Parse(body, struct_pb2.Struct())["detail"]
-            await self._context.abort(code, str(detail), (("problem-bin", body),))
-
-
-class JobServicer(jobs_pb2_grpc.JobServiceServicer):
+class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     """Answers gRPC calls for a service."""
 
-    def __init__(self, service: Service, rate: RateLimit) -> None:
-        self._service = service
-        self._rate = rate
-
-    async def caller(self, context: Context, scope: Scope) -> Caller:
-        """Who is calling.
-
-        Raises:
-            ProblemError: the token is missing or wrong, lacks the scope, or asks too often.
-        """
-        authorization = _metadata(context, "authorization")
-        if self._rate.take(authorization or context.peer().rpartition(":")[0]):
-            raise ProblemError(429, "too many requests")
-        kind, _, text = authorization.partition(" ")
-        token = text if kind.lower() == "bearer" and text else None
-        return check_scope(await asyncio.to_thread(caller_from, self._service, token), scope)
+    service_name = "JobService"
 
     # Jobs -------------------------------------------------------------------------------------------------------------
 
     async def Submit(self, request: Any, context: Context) -> Any:
         """Queues a job."""
-        async with _Refusals(context, "Submit"):
+        async with self.refusals(context, "Submit"):
             caller = await self.caller(context, Scope.SUBMIT)
             document = self._document(request.job)
             if not -100 <= request.priority <= 100:
                 raise ProblemError(422, "priority must be between -100 and 100", errors=[("priority", "-100 to 100")])
-            key = _metadata(context, "idempotency-key") or None
+            key = metadata(context, "idempotency-key") or None
             record, _ = await asyncio.to_thread(
                 routes_jobs.submit_document,
                 self._service,
@@ -111,18 +48,24 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 request.project or None,
                 request.priority,
                 key[:255] if key else None,
-                _metadata(context, "traceparent"),
+                metadata(context, "traceparent"),
             )
             self._service.scheduler.wake()
             return _job(routes_jobs.detail(record))
 
     async def Plan(self, request: Any, context: Context) -> Any:
         """Checks a job, and estimates what it needs."""
-        async with _Refusals(context, "Plan"):
+        async with self.refusals(context, "Plan"):
             caller = await self.caller(context, Scope.SUBMIT)
-            return _struct(await routes_jobs.make_plan(self._service, caller, self._document(request.job)))
+            return struct(await routes_jobs.make_plan(self._service, caller, self._document(request.job)))
 
-    @_call(Scope.READ)
+    async def GetPlan(self, request: Any, context: Context) -> Any:
+        """What a job was estimated to need."""
+        async with self.refusals(context, "GetPlan"):
+            caller = await self.caller(context, Scope.READ)
+            return struct(await routes_jobs.plan_of_job(self._service, caller, request.id))
+
+    @call(Scope.READ)
     def List(self, caller: Caller, request: Any) -> Any:
         """Jobs, the newest first."""
         states = [_state(name) for name in request.states]
@@ -134,43 +77,43 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             state=states,
             name=request.name or None,
             project=request.project or None,
-            limit=_limit(request.limit),
+            limit=limit_of(request.limit, otherwise=_PAGE, most=500),
             cursor=request.cursor[:18] or None,
         )
         return jobs_pb2.ListResponse(jobs=[_job(job) for job in page.jobs], next=page.next or "")
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Get(self, caller: Caller, request: Any) -> Any:
         """One job with its job file."""
         return _job(routes_jobs.get_job(self._service, caller, request.id))
 
-    @_call(Scope.SUBMIT)
+    @call(Scope.SUBMIT)
     def Pause(self, caller: Caller, request: Any) -> Any:
         """Asks a job to leave a checkpoint and free what it holds."""
         return _job(routes_jobs.steer(self._service, caller, request.id, Call.PAUSE))
 
-    @_call(Scope.SUBMIT)
+    @call(Scope.SUBMIT)
     def Resume(self, caller: Caller, request: Any) -> Any:
         """Queues a job again."""
         return _job(routes_jobs.steer(self._service, caller, request.id, Call.RESUME))
 
-    @_call(Scope.SUBMIT)
+    @call(Scope.SUBMIT)
     def Cancel(self, caller: Caller, request: Any) -> Any:
         """Ends a job."""
         return _job(routes_jobs.steer(self._service, caller, request.id, Call.CANCEL))
 
-    @_call(Scope.SUBMIT)
+    @call(Scope.SUBMIT)
     def Delete(self, caller: Caller, request: Any) -> Any:
         """Removes a job that has ended."""
         routes_jobs.delete_job(self._service, caller, request.id)
         return jobs_pb2.Deleted()
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def GetSettings(self, caller: Caller, request: Any) -> Any:
         """Live settings."""
         return _settings(routes_settings.settings(self._service, caller, request.id))
 
-    @_call(Scope.SUBMIT)
+    @call(Scope.SUBMIT)
     def ChangeSettings(self, caller: Caller, request: Any) -> Any:
         """Changes live settings: all or none."""
         changes = {key: _whole(value) for key, value in json_format.MessageToDict(request.changes).items()}
@@ -183,7 +126,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def Events(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Events as they happen."""
         service = self._service
-        async with _Refusals(context, "Events"):
+        async with self.refusals(context, "Events"):
             caller = await self.caller(context, Scope.READ)
             record = await asyncio.to_thread(visible, service, caller, request.id)
             if service.streams >= service.config.max_streams:
@@ -200,7 +143,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             finally:
                 service.streams -= 1
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Metrics(self, caller: Caller, request: Any) -> Any:
         """Metrics by step."""
         if request.kind not in ("", "train", "evaluation"):
@@ -227,7 +170,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             ]
         )
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Rollouts(self, caller: Caller, request: Any) -> Any:
         """What was generated and trained on."""
         sorts = ("step", "reward", "response_tokens", "prompt_tokens")
@@ -240,19 +183,17 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             max_reward=request.max_reward if request.HasField("max_reward") else None,
             sort=sort,
             offset=max(0, request.offset),
-            limit=_limit(request.limit),
+            limit=limit_of(request.limit, otherwise=_PAGE, most=500),
         )
         page = routes_data.find_rollouts(self._service, caller, request.id, query)
-        return jobs_pb2.RolloutsResponse(
-            total=page.total, rollouts=[_struct(row.model_dump()) for row in page.rollouts]
-        )
+        return jobs_pb2.RolloutsResponse(total=page.total, rollouts=[struct(row.model_dump()) for row in page.rollouts])
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def GetLedger(self, caller: Caller, request: Any) -> Any:
         """What became of every prompt group."""
         return jobs_pb2.Ledger(**routes_data.ledger(self._service, caller, request.id).model_dump())
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Checkpoints(self, caller: Caller, request: Any) -> Any:
         """Checkpoints in HF format."""
         found = routes_data.checkpoints(self._service, caller, request.id).checkpoints
@@ -267,7 +208,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def Download(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """A checkpoint as a tar stream."""
-        async with _Refusals(context, "Download"):
+        async with self.refusals(context, "Download"):
             caller = await self.caller(context, Scope.READ)
             find = functools.partial(routes_data.one_checkpoint, self._service, caller, request.id, request.step)
             view = await asyncio.to_thread(find)
@@ -279,7 +220,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             finally:
                 archive.close()
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Logs(self, caller: Caller, request: Any) -> Any:
         """The end of a log, or which there are."""
         found = routes_data.logs_of(self._service, caller, request.id)
@@ -290,19 +231,19 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         lines = min(max(1, request.lines or 200), 100_000)
         return jobs_pb2.LogsResponse(text=readers.log_tail(found[request.role], lines, most=1 << 20))
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Report(self, caller: Caller, request: Any) -> Any:
         """The report on a run."""
-        return _struct(routes_data.report(self._service, caller, request.id))
+        return struct(routes_data.report(self._service, caller, request.id))
 
-    @_call(Scope.READ)
+    @call(Scope.READ)
     def Trace(self, caller: Caller, request: Any) -> Any:
         """The timeline of one prompt group."""
-        return _struct(routes_data.trace(self._service, caller, request.trace_id, job=None).model_dump())
+        return struct(routes_data.trace(self._service, caller, request.trace_id, job=None).model_dump())
 
     async def Upload(self, request_iterator: AsyncIterator[Any], context: Context) -> Any:
         """Keeps a file under the SHA-256 of its content."""
-        async with _Refusals(context, "Upload"):
+        async with self.refusals(context, "Upload"):
             caller = await self.caller(context, Scope.SUBMIT)
             receiving, size, digest = None, 0, ""
             try:
@@ -330,20 +271,6 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         return read_document(text.encode(), is_json=False)
 
 
-def make_server(service: Service, rate: RateLimit) -> grpc.aio.Server:
-    """A server that answers for the service; give it a port, and start it."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 5 << 20)])
-    jobs_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(service, rate), server)
-    return server
-
-
-def _metadata(context: Context, name: str) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == name:
-            return value if isinstance(value, str) else value.decode(errors="replace")
-    return ""
-
-
 def _state(name: str) -> JobState:
     try:
         return JobState(name)
@@ -351,38 +278,26 @@ def _state(name: str) -> JobState:
         raise ProblemError(422, f"there is no state {name!r}", errors=[("states", ", ".join(JobState))]) from None
 
 
-def _limit(asked: int) -> int:
-    if asked < 0 or asked > 500:
-        raise ProblemError(422, "limit must be between 1 and 500, or 0 for 50", errors=[("limit", "0 to 500")])
-    return asked or _PAGE
-
-
 def _whole(value: Any) -> Any:
     """JSON numbers of protobuf are floats; whole ones are meant as whole."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _struct(values: dict[str, Any]) -> struct_pb2.Struct:
-    made = struct_pb2.Struct()
-    made.update(values)
-    return made
 
 
 def _job(job: Any) -> Any:
     values = job.model_dump(exclude_none=True)
     spec = values.pop("spec", None)
     values["state"] = str(job.state)
-    return jobs_pb2.Job(**values, spec=_struct(spec) if spec is not None else None)
+    return jobs_pb2.Job(**values, spec=struct(spec) if spec is not None else None)
 
 
 def _settings(found: Any) -> Any:
     def value(item: Any) -> struct_pb2.Value:
-        return _struct({"value": item}).fields["value"]
+        return struct({"value": item}).fields["value"]
 
     return jobs_pb2.Settings(
         settings=[
             jobs_pb2.Setting(key=item.key, value=value(item.value), live=item.live, why=item.why)
             for item in found.settings
         ],
-        pending=_struct(found.pending),
+        pending=struct(found.pending),
     )

@@ -15,6 +15,7 @@ _TYPES = {
     "api.js": "text/javascript",
     "draw.js": "text/javascript",
     "figures.js": "text/javascript",
+    "fleets.js": "text/javascript",
     "style.css": "text/css",
 }
 _FRESH = {"Cache-Control": "no-cache"}
@@ -27,6 +28,6 @@ def page() -> FileResponse:
 
 
 @router.get("/page/{name}")
-def part(name: Literal["app.js", "api.js", "draw.js", "figures.js", "style.css"]) -> FileResponse:
+def part(name: Literal["app.js", "api.js", "draw.js", "figures.js", "fleets.js", "style.css"]) -> FileResponse:
     """Its scripts and its style."""
     return FileResponse(_FOLDER / name, media_type=_TYPES[name], headers=_FRESH)

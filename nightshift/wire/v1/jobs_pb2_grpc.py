@@ -49,6 +49,11 @@ class JobServiceStub(object):
                 request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.PlanRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_struct__pb2.Struct.FromString,
                 _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/nightshift.wire.v1.JobService/GetPlan',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.JobRef.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_struct__pb2.Struct.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/nightshift.wire.v1.JobService/List',
                 request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListRequest.SerializeToString,
@@ -156,6 +161,13 @@ class JobServiceServicer(object):
 
     def Plan(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlan(self, request, context):
+        """The plan of a job that was submitted.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -282,6 +294,11 @@ def add_JobServiceServicer_to_server(servicer, server):
             'Plan': grpc.unary_unary_rpc_method_handler(
                     servicer.Plan,
                     request_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.PlanRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_struct__pb2.Struct.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.JobRef.FromString,
                     response_serializer=google_dot_protobuf_dot_struct__pb2.Struct.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
@@ -432,6 +449,33 @@ class JobService(object):
             target,
             '/nightshift.wire.v1.JobService/Plan',
             nightshift_dot_wire_dot_v1_dot_jobs__pb2.PlanRequest.SerializeToString,
+            google_dot_protobuf_dot_struct__pb2.Struct.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.JobService/GetPlan',
+            nightshift_dot_wire_dot_v1_dot_jobs__pb2.JobRef.SerializeToString,
             google_dot_protobuf_dot_struct__pb2.Struct.FromString,
             options,
             channel_credentials,

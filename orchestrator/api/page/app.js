@@ -2,6 +2,7 @@
 
 import { Refused, getJson, getText, send, sendText, stream, token } from "/page/api.js";
 import { age, chart, el, lanes, number, table } from "/page/draw.js";
+import { fleetView, fleetsView } from "/page/fleets.js";
 import { planView, reportView } from "/page/figures.js";
 
 const main = document.getElementById("main");
@@ -323,6 +324,8 @@ function go() {
     if (kind === "job" && id) await job(id, TABS.includes(tab) ? tab : "overview", signal);
     else if (kind === "trace" && id) await trace(id, signal);
     else if (kind === "plan") await plan(signal);
+    else if (kind === "fleets") await fleetsView(show, every, signal);
+    else if (kind === "fleet" && id) await fleetView(decodeURIComponent(id), show, every, guard, signal);
     else await jobs(signal);
   }, signal);
 }
@@ -335,6 +338,7 @@ addEventListener("keydown", (event) => {
   const tab = TABS[(Number(event.key) + 9) % 10]; // 1 to 9, and 0 for the tenth
   if (event.key === "j") location.hash = "#/";
   else if (event.key === "p") location.hash = "#/plan";
+  else if (event.key === "f") location.hash = "#/fleets";
   else if (kind === "job" && /^[0-9]$/.test(event.key) && tab) location.hash = `#/job/${id}/${tab}`;
 });
 go();

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from nightshift.config.load import load_job
+from nightshift.wire.lease_file import Released, write_released
 from tests.contract.test_service_process import write_job
 from tests.fakes.service import job
+from tests.fakes.shared_servers import SharedServers
 from tests.fakes.up import Up
 
 pytestmark = pytest.mark.integration
@@ -25,7 +27,7 @@ SHOTS = Path(os.environ.get("NIGHTSHIFT_SCREENSHOTS") or "artifacts/screenshots"
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with Up(tmp_path_factory.mktemp("page") / "data", "--at-once", "2") as running:
+    with Up(tmp_path_factory.mktemp("page") / "data", "--at-once", "3") as running:
         yield running
 
 
@@ -40,6 +42,30 @@ def live(up: Up, tmp_path_factory: pytest.TempPathFactory) -> str:
             assert time.monotonic() < deadline
             time.sleep(0.2)
     return made.id
+
+
+@pytest.fixture(scope="module")
+def fleet(up: Up, live: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two jobs of weights 1 and 3 that hold a server each of a fleet, of which a third one does not answer."""
+    folder = tmp_path_factory.mktemp("fleet")
+    away = {"name": "away", "url": "http://127.0.0.1:9"}
+    with SharedServers(folder / "logs", 2) as shared, up.client() as client:
+        client.put_fleet("night", [*shared.servers, away], hold_s=3600.0)
+        ids = []
+        for name, weight in (("light", 1.0), ("heavy", 3.0)):
+            rollout = {"fleet": {"name": "night", "weight": weight, "max_servers": 1}, "request_timeout_s": 0.2}
+            spec = load_job(write_job(folder / name, name, steps=4000, rollout=rollout), check_files=False)
+            ids.append(client.submit(spec).id)
+        deadline = time.monotonic() + 60
+        for job_id in ids:
+            while client.get(job_id).state != "running":
+                assert time.monotonic() < deadline, client.get(job_id)
+                time.sleep(0.2)
+            write_released(up.folder / "runs" / job_id, Released(wants=True))  # as a runner asks for servers
+        while sum(server["lent"] for server in client.fleets()[0]["servers"]) < 2:
+            assert time.monotonic() < deadline, client.fleets()
+            time.sleep(0.2)
+        yield ids
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +181,34 @@ def test_the_plan_of_a_job_and_of_a_job_file(page: Any, up: Up, live: str) -> No
     assert page.locator("main p.error").count() == 0
     fits(page)
     shot(page, "plan-file")
+
+
+def test_fleets_and_who_has_their_servers(page: Any, up: Up, fleet: list[str]) -> None:
+    page.goto(f"{up.url}/")
+    page.get_by_role("heading", name="Jobs").wait_for()
+    page.keyboard.press("f")
+    page.get_by_role("heading", name="Fleets").wait_for()
+    page.get_by_text("3 servers, 2 lent, 1 do not answer").wait_for()
+    assert "nobody" in page.get_by_role("row", name="away").inner_text()
+    for job_id in fleet:
+        page.get_by_role("link", name=job_id).wait_for()
+    fits(page)
+    shot(page, "fleets")
+    page.get_by_role("link", name="night").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Fleet night").wait_for()
+    page.get_by_role("heading", name="Leases").wait_for()
+    shares, leases = page.locator("section.shares"), page.locator("section.leases")
+    for job_id, weight in zip(fleet, ("1", "3"), strict=True):
+        row = shares.get_by_role("row", name=job_id)
+        assert row.locator("td").nth(1).inner_text() == weight
+        assert row.locator("td").nth(2).inner_text() == "1"
+        assert row.get_by_role("progressbar", name="share wanted").count() == 1
+        assert "lent" in leases.get_by_role("row", name=job_id).inner_text()
+    fits(page)
+    shot(page, "fleet")
+    page.goto(f"{up.url}/#/fleet/nosuch")
+    page.get_by_text("there is no fleet 'nosuch'").wait_for()
 
 
 def test_by_keyboard_alone(page: Any, up: Up, live: str) -> None:
