@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nightshift.wire.lease_fence import LeaseFence
+
 LEASED, RELEASED = "leases.json", "leases.released.json"
 
 
@@ -25,6 +27,7 @@ class LeasedServer:
         lease: fencing token; another lease of the same server has a greater one.
         token: bearer token of the server.
         break_off: unix seconds at which requests there are broken off, since it was asked back; None: it was not.
+        epoch: when its fleet was made, in unix milliseconds: numbers of leases begin anew with a fleet.
     """
 
     name: str
@@ -32,6 +35,12 @@ class LeasedServer:
     lease: int
     token: str = ""
     break_off: float | None = None
+    epoch: int = 0
+
+    @property
+    def fence(self) -> LeaseFence:
+        """The lease's fencing token, as its server is told."""
+        return LeaseFence(self.epoch, self.lease)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,9 @@ class Lender:
                 continue  # taken out of the fleet: the job lets go of what is not listed
             until = lease.asked + fleet.terms.drain_s if lease.asked is not None else None
             token = os.environ.get(server.token_variable, "")
-            entries[lease.job_id].append(LeasedServer(server.name, server.url, lease.number, token, until))
+            entries[lease.job_id].append(
+                LeasedServer(server.name, server.url, lease.number, token, until, round(fleet.created * 1000))
+            )
         for record in records:
             if books.told.get(record.id) == entries[record.id]:
                 continue

@@ -29,6 +29,10 @@ class EngineAwayError(RoleError):
         self.partial = partial
 
 
+class LeaseOverError(EngineAwayError):
+    """The server works for a newer lease: this run has it no more, and learns so from its leases' file soon."""
+
+
 class EngineLateError(RoleTimeoutError):
     """The server did not answer within the time of one request; ``partial`` is what had come in of the response."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from nightshift.wire import codec
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import Floats, Ids
+from nightshift.wire.lease_fence import HEADER, LEASE_OVER
 from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
 from orchestrator.runner.answers import (
     EngineAwayError,
@@ -26,6 +27,7 @@ from orchestrator.runner.answers import (
     Generated,
     GenerateRequest,
     InvalidAnswerError,
+    LeaseOverError,
     parse_generated,
 )
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
@@ -59,6 +61,13 @@ class EngineAddress:
     weight_backend: str = "safetensors"
     init_info: dict[str, Any] = field(default_factory=dict)
     managed: bool = False  # whether the agent of this run started it, and can start it again
+    lease: str = ""  # fencing token of the lease under which the run has it; "": it is the run's own
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request to it."""
+        lease = {HEADER: self.lease} if self.lease else {}
+        return {"Authorization": f"Bearer {self.token}", **lease}
 
 
 class Engine:
@@ -80,14 +89,14 @@ class Engine:
         self._broken = ""
         self._closed = False
         # Responses have connections of their own, without a limit: a pause must never wait for one of them to end.
-        self._frames = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"})
+        self._frames = Http1Client(address.url, address.headers)
         self._samples = self._client()
-        self._admin = Http1Client(address.url, {"Authorization": f"Bearer {address.token}"}, _ADMIN_ROOM)
+        self._admin = Http1Client(address.url, address.headers, _ADMIN_ROOM)
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.address.url,
-            headers={"Authorization": f"Bearer {self.address.token}"},
+            headers=self.address.headers,
             timeout=httpx.Timeout(self._timeout_s, connect=5.0, pool=None),
             # Certificates are read once: for each client of each server that took 20 ms, whether it needs any or not.
             verify=_certificates() if self.address.url.startswith("https") else False,
@@ -378,6 +387,8 @@ class Engine:
         # A token that is refused is that of an earlier start of the server, whose address was not read again yet.
         if (refused := status in (401, 403)) or status >= 500:
             raise EngineAwayError(f"{name} answered {path} with {status}: {text[:300]}", lost=refused)
+        if status == 409 and LEASE_OVER in text:
+            raise LeaseOverError(f"{name} refused {path}: {text[:300]}", lost=True)
         if status >= 400:
             raise EngineRefusedError(f"{name} refused {path} with {status}: {text[:300]}", role="rollout")
 

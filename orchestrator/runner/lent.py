@@ -84,6 +84,7 @@ class Lent:
                 incarnation=f"{_PREFIX}{server.lease}",
                 weight_backend=weight_backend,
                 init_info=init_info,
+                lease=str(server.fence),
             )
             for server in usable
         ]

@@ -1,7 +1,12 @@
-"""ASGI middleware in front of vLLM: a bearer token, and an allow-list of the routes that are used.
+"""ASGI middleware in front of vLLM: a bearer token, an allow-list of the routes that are used, and a fence of leases.
 
 vLLM's own ``--api-key`` leaves its administrative routes open, and some of its routes (calls into workers, loading of
 adapters) are never needed here: what is not on the list does not exist, with or without a token.
+
+A server of a fleet works for one lease after the other. A request that carries the fencing token of its lease passes as
+long as none of a newer lease came before it: a job that hung, and comes back after its server was lent to another one,
+can neither push its weights nor draw. A request without one belongs to no lease, and is not checked. What was seen is
+remembered by this process alone, whose end also loses the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from nightshift.wire.lease_fence import HEADER, LEASE_OVER, Fence, LeaseFence
 from nightshift.wire.rollout import INFO, PREFETCH, REQUESTS, ROUTE
 
 Scope = MutableMapping[str, Any]
@@ -102,26 +108,44 @@ class Guard:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set")
         self._app = app
         self._token = token.encode()
+        self._fence = Fence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on or answers it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-            status = decide(scope["method"], scope["path"], given, self._token)
-            if status == 200:
+            refusal = self._refusal(scope)
+            if refusal is None:
                 scope[AUTHENTICATED] = True
                 await self._app(scope, receive, send)
             else:
-                await _answer(send, status)
+                await _answer(send, *refusal)
         elif scope["type"] == "websocket":
             # Closing before accepting is how ASGI refuses the handshake (403).
             await send({"type": "websocket.close", "code": 1008, "reason": "websockets are not offered"})
 
+    def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
+        """Status, kind and sentence with which a request is refused; None: it may pass."""
+        status = decide(scope["method"], scope["path"], _values(scope, b"authorization"), self._token)
+        if status != 200:
+            return (status, *_REASONS[status])
+        leases = _values(scope, HEADER.encode())
+        # What only asks may come late: the request log of a lease is read after its end.
+        if not leases or scope["method"] != "POST":
+            return None
+        try:
+            lease = LeaseFence.parse(b",".join(leases).decode("latin-1"))
+        except ValueError as error:
+            return 400, "bad_lease", str(error)
+        return None if self._fence.admits(lease) else (409, LEASE_OVER, self._fence.refusal(lease))
 
-async def _answer(send: Send, status: int) -> None:
-    kind, text = _REASONS[status]
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+async def _answer(send: Send, status: int, kind: str, text: str) -> None:
     body = json.dumps({"error": {"code": status, "type": kind, "message": text}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from nightshift.wire.lease_fence import HEADER, LeaseFence
 from nightshift.wire.lease_file import LeasedServer, read_released, write_leases
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance
@@ -233,3 +235,35 @@ async def test_a_run_that_used_a_server_beyond_its_lease_trains_on_no_token_of_a
 def told(run: FakeRun) -> list[str]:
     """What the run said of its servers."""
     return [str(event.get("detail") or event.get("message") or "") for event in run.events()]
+
+
+async def test_a_job_that_comes_back_too_late_is_refused_by_the_server_itself(tmp_path: Path) -> None:
+    """Its lease has ended, the server works for another job, and its own file of leases does not say so yet."""
+    async with LentRun(tmp_path, prompts=24) as run:
+        refused: list[int] = []
+
+        async def watch(job: Job) -> None:
+            run.lend(run.engine, 5)
+            await run.until(lambda: len(run.updates) >= 2, "updates under the lease", 60.0)
+            headers = {"Authorization": f"Bearer {run.engine.token}", HEADER: str(LeaseFence(0, 6))}
+            async with httpx.AsyncClient(base_url=run.engine.address["url"], headers=headers) as other:
+                assert (await other.post("/resume")).status_code == 200
+            newer = next(r for r in run.engine.requests if r.headers.get(HEADER) == "0.6")
+
+            def late() -> list[int]:
+                mine = [r for r in run.engine.requests if r.headers.get(HEADER) == "0.5" and r.method == "POST"]
+                return [r.status for r in mine if r.order > newer.order]
+
+            await run.until(lambda: 409 in late(), "a refusal", 60.0)
+            run.end(5)  # now the run learns of it
+            await asyncio.sleep(0.3)
+            refused.extend(late())
+            run.lend(run.engine, 7)
+            await asyncio.Event().wait()
+
+        assert await run.run(watch=watch, limit_s=180) == 0, run.error()
+        assert refused
+        assert set(refused) <= {409, 0}, "nothing of the older lease was taken"
+        audit(run, steps=12, staleness=1)
+        assert balance(run) == {"issued": 24, "trained": 24}
+        assert any("is over: it works for lease 0.6 now" in str(event) for event in run.events())

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from nightshift.wire.lease_fence import HEADER, LEASE_OVER, Fence, LeaseFence
 from nightshift.wire.request_log import log_path
 from services.rollout.request_log import RequestLogger
 from tests.fakes import choices, frames, policy, telling
@@ -147,6 +148,7 @@ class FakeEngine:
         self.token = secrets.token_hex(8)
         self.weights = policy.base_bias()
         self.version = BASE_VERSION
+        self._fence = Fence()
         self._initialised = False
         self._root = self.store
         self._session: np.ndarray | bool | None = None
@@ -272,6 +274,11 @@ class FakeEngine:
             and request.headers.get("authorization") != f"Bearer {self.token}"
         ):
             return 401, {"error": "unauthorized"}
+        if (held := request.headers.get(HEADER)) and request.method == "POST":  # as the guard does
+            lease = LeaseFence.parse(held)
+            if not self._fence.admits(lease):
+                refusal = {"code": 409, "type": LEASE_OVER, "message": self._fence.refusal(lease)}
+                return 409, {"error": refusal}
         try:
             if fault and fault.kind == "hang":
                 await asyncio.sleep(3600)

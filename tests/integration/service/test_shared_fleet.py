@@ -8,9 +8,11 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import pytest
 
 from nightshift.config.load import load_job
+from nightshift.wire.lease_fence import HEADER, LEASE_OVER, LeaseFence
 from services.rollout.launch import VllmServer
 from tests.fakes.up import Up
 from tests.fixtures.tiny_model import build_tiny_model
@@ -56,6 +58,11 @@ def test_one_server_works_for_two_jobs_in_turns(tmp_path: Path, monkeypatch: pyt
                 job = client.wait(job_id, 600)
                 assert job.state == "succeeded", f"{job.error}: {client.logs(job.id, 'job')[-2000:]}"
                 assert job.step == STEPS
+            # What the jobs sent it has told the server of their leases: it is fenced against all but the newest.
+            headers = {"Authorization": f"Bearer {server.token}", HEADER: str(LeaseFence(0, 1))}
+            late = httpx.post(f"{server.url}/pause", headers=headers, timeout=60)
+            assert (late.status_code, late.json()["error"]["type"]) == (409, LEASE_OVER), late.text
+            assert httpx.get(f"{server.url}/nightshift/v1/info", headers=headers, timeout=60).status_code == 200
             leases = client.leases("night")["leases"][::-1]
             holders = [lease["job_id"] for lease in leases]
             print(len(leases), "leases,", sum(one != two for one, two in pairwise(holders)), "changes of jobs")

@@ -93,7 +93,8 @@ def test_a_job_gets_servers_lets_go_and_another_one_gets_them(world: World) -> N
     world.tick()
     assert world.held(first) == ["a"]
     entry = read_leases(first)[0]
-    assert entry == LeasedServer("a", "http://a", entry.lease, "secret")
+    assert entry == LeasedServer("a", "http://a", entry.lease, "secret", epoch=entry.epoch)
+    assert entry.epoch == round(world.fleets.get("night").created * 1000)
     assert oct((first / "leases.json").stat().st_mode)[-3:] == "600", "it holds a token"
     second = world.job("second")
     world.tick()

@@ -110,6 +110,77 @@ async def test_websockets_are_refused_and_the_lifespan_passes(monkeypatch):
     assert passed == [{"type": "lifespan"}]
 
 
+class Lender:
+    """A guard in front of a server that answers nothing, and the statuses of requests that carry leases."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+        self.guard = Guard(self.app)
+        self.passed = 0
+
+    async def app(self, scope, receive, send):
+        self.passed += 1
+
+    async def ask(self, path, *leases, method="POST", token=TOKEN):
+        """200 for a request that reached the server; else status, type and message of the refusal."""
+        sent, before = [], self.passed
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"authorization", f"Bearer {token}".encode())]
+        headers += [(b"X-Nightshift-Lease", lease.encode()) for lease in leases]
+        await self.guard(http(path, method, headers), None, send)
+        if self.passed > before:
+            assert not sent
+            return 200
+        error = json.loads(sent[1]["body"])["error"]
+        return sent[0]["status"], error["type"], error["message"]
+
+
+async def test_an_older_lease_can_neither_push_nor_draw(monkeypatch):
+    server = Lender(monkeypatch)
+    writes = [path for path, methods in TOKEN_ROUTES.items() if "POST" in methods]
+    for path in writes:
+        assert await server.ask(path, "5.7") == 200
+    assert await server.ask("/pause", "5.8") == 200
+    for path in writes:
+        status, kind, message = await server.ask(path, "5.7")
+        assert (status, kind) == (409, "lease_over")
+        assert "lease 5.7 of this server is over: it works for lease 5.8 now" in message
+        assert await server.ask(path, "5.8") == 200
+    assert (await server.ask("/pause", "4.100"))[0] == 409, "of a fleet that was made before"
+    assert await server.ask("/pause", "6.1") == 200, "of one that was made later"
+    assert (await server.ask("/pause", "5.8"))[0] == 409
+
+
+async def test_what_only_asks_and_what_has_no_lease_is_not_fenced(monkeypatch):
+    server = Lender(monkeypatch)
+    assert await server.ask("/pause", "5.8") == 200
+    for path, methods in TOKEN_ROUTES.items():
+        if "GET" in methods:
+            assert await server.ask(path, "5.7", method="GET") == 200
+    assert await server.ask("/v1/completions") == 200
+    assert await server.ask("/pause", "5.8") == 200
+
+
+@pytest.mark.parametrize("leases", [[""], ["5"], ["5."], ["x.y"], ["-1.2"], ["5.7", "5.8"], ["1.1" * 20], ["５.７"]])
+async def test_a_lease_that_is_none_is_refused_and_not_remembered(monkeypatch, leases):
+    server = Lender(monkeypatch)
+    text = [lease.encode().decode("latin-1") for lease in leases]
+    status, kind, message = await server.ask("/pause", *text)
+    assert (status, kind) == (400, "bad_lease")
+    assert "expected EPOCH.NUMBER" in message
+    assert await server.ask("/pause", "0.1") == 200
+
+
+async def test_who_has_no_token_moves_no_fence(monkeypatch):
+    server = Lender(monkeypatch)
+    assert (await server.ask("/pause", "9.9", token="guess"))[0] == 401
+    assert (await server.ask("/nosuch", "9.9"))[0] == 403
+    assert await server.ask("/pause", "1.1") == 200
+
+
 def test_without_a_token_the_server_does_not_start(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=TOKEN_VARIABLE):
