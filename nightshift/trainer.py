@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,13 +98,15 @@ class RolloutBatch(Sequence[RolloutOutput]):
 
 @dataclass(slots=True)
 class Loss:
-    """The loss of a batch, which the trainer service computes when it is stepped on.
+    """A handle on the loss of a batch, which the trainer service computes when it is read or stepped on.
 
     Attributes:
         metrics: of the step; empty before it.
+        evaluate: asks for the metrics of the loss before its step.
     """
 
     batch: RolloutBatch
+    evaluate: Callable[[RolloutBatch], dict[str, float]] = field(repr=False, compare=False)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -112,17 +115,15 @@ class Loss:
         return bool(self.metrics)
 
     def __float__(self) -> float:
-        """The policy's loss.
+        """The policy's loss: after a step that of the step, before it under the weights as they are.
+
+        Before the step, the trainer service makes a forward pass for it. NaN where the batch has nothing to learn from.
 
         Raises:
-            NightshiftError: no step was made with it: nothing is computed before.
+            NightshiftError: a role failed, or the batch was discarded.
         """
-        if not self.metrics:
-            raise NightshiftError(
-                "the loss is computed by the trainer service when it is stepped on", role="trainer",
-                fix="Read it after trainer.step(loss)",
-            )  # fmt: skip
-        return float(self.metrics["loss/actor"])
+        metrics = self.metrics or self.evaluate(self.batch)
+        return float(metrics.get("loss/actor", math.nan))
 
 
 class LiveConfig:
@@ -188,6 +189,7 @@ class Trainer:
         self._job: Job | None = None
         self._memory: int | None = None
         self._open: dict[int, RolloutBatch] = {}
+        self._ahead: list[tuple[Batch, int]] = []  # asked for before the loop came to them
         self.config = LiveConfig(self)
 
     @staticmethod
@@ -237,9 +239,34 @@ class Trainer:
         Raises:
             NightshiftError: names the role that failed, and the fix.
         """
+        ahead = next((number for known, number in self._ahead if known is batch), None)
+        if ahead is None:
+            return self._collect(self._ask(batch))
+        self._ahead = [(known, number) for known, number in self._ahead if number != ahead]
+        return self._collect(ahead)
+
+    def _ask(self, batch: Batch) -> int:
+        """Asks for the responses to a batch; the number under which they come."""
         rows = rows_of(batch)
         client, job = self._started(rows)
-        return self._collect(client.post(job.id, {"kind": "rollout", "rows": rows}))
+        return client.post(job.id, {"kind": "rollout", "rows": rows})
+
+    def dataloader(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, for a loop that gives each of them to :meth:`rollout`.
+
+        With ``use_async_rollout`` the responses to the next batch are asked for before one is given, so that they are
+        being drawn while this one is stepped on. Left early, what was asked for is discarded with the loop.
+
+        Raises:
+            NightshiftError: a batch cannot be used.
+        """
+        waiting: list[Batch] = []
+        for batch in batches:
+            waiting.append(batch)
+            self._ahead.append((batch, self._ask(batch)))
+            if len(waiting) > int(self.config.use_async_rollout):
+                yield waiting.pop(0)
+        yield from waiting
 
     def _collect(self, number: int) -> RolloutBatch:
         client, job = self._running()
@@ -249,27 +276,23 @@ class Trainer:
         self._open[number] = made
         return made
 
-    def rollouts(
-        self, batches: Iterable[Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]]
-    ) -> Iterator[RolloutBatch]:
+    def rollouts(self, batches: Iterable[Batch]) -> Iterator[RolloutBatch]:
         """The responses to one batch after the other; with ``use_async_rollout`` the next one is already running.
 
         Raises:
             NightshiftError: names the role that failed, and the fix.
         """
-        asked: list[int] = []
-        for batch in batches:
-            rows = rows_of(batch)
-            client, job = self._started(rows)
-            asked.append(client.post(job.id, {"kind": "rollout", "rows": rows}))
-            if len(asked) > int(self.config.use_async_rollout):
-                yield self._collect(asked.pop(0))
-        for number in asked:
-            yield self._collect(number)
+        for batch in self.dataloader(batches):
+            yield self.rollout(batch)
 
     def compute_loss(self, outputs: RolloutBatch) -> Loss:
         """A handle on the loss of these responses; one that is never stepped on is discarded with its batch."""
-        return Loss(outputs)
+        return Loss(outputs, self._loss_of)
+
+    def _loss_of(self, outputs: RolloutBatch) -> dict[str, float]:
+        client, job = self._running()
+        answer = self._answer(client, job, client.post(job.id, {"kind": "loss", "rollout": outputs.number}))
+        return {name: value for name, value in answer["metrics"].items() if value is not None}
 
     def step(self, loss: Loss) -> dict[str, float]:
         """Makes the update; returns the step's metrics, which ``loss`` holds then, too.
@@ -289,19 +312,24 @@ class Trainer:
         self._memory = int(peak) if peak else self._memory
         return loss.metrics
 
-    def fit(self, train_files: Sequence[str], total_steps: int | None = None, **sections: Any) -> Job:
+    def fit(self, train_files: Sequence[str] = (), total_steps: int | None = None, **sections: Any) -> Job:
         """Runs the whole loop as a job of its own, and waits for its end.
 
         Args:
-            train_files: parquet or JSONL files.
+            train_files: parquet or JSONL files; none: those of section ``data`` of ``config``.
             total_steps: None: one pass over the prompts.
             sections: further sections of the job file.
 
         Raises:
+            BadInputError: no file is named.
             RoleError: the job failed.
         """
-        job = merged(self._job_file, {"data": {"train_files": [str(Path(file).resolve()) for file in train_files]}})
-        job = merged(job, sections)
+        job = merged(self._job_file, sections)
+        files = [*train_files] or (job.get("data") or {}).get("train_files")
+        if not files:
+            fix = "trainer.fit([FILE]), or Trainer(..., config={'data': {'train_files': [FILE]}})"
+            raise BadInputError("fit needs prompts, and no file of them is named", role="job", fix=fix)
+        job = merged(job, {"data": {"train_files": [str(Path(file).resolve()) for file in files]}})
         if total_steps is not None:
             job = merged(job, {"trainer": {"total_steps": total_steps}})
         client = self._connected()

@@ -22,6 +22,7 @@ from orchestrator.jobs.states import ENDED, JobState, StateConflictError
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
 _POLL_S = 0.03
+_KINDS = ("rollout", "loss", "step", "discard", "close")
 _MSGPACK = "application/x-msgpack"
 _BINARY = {_MSGPACK: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -45,14 +46,14 @@ def _mailbox(service: Service, caller: Caller, job_id: str) -> Mailbox:
     openapi_extra={"requestBody": {"required": True, "content": _BINARY}},
 )
 async def ask(request: Request, service: ServiceDep, caller: Submitter, job_id: JobId) -> Asked:
-    """Asks a driven job for something: a msgpack map with `kind` rollout, step, discard or close."""
+    """Asks a driven job for something: a msgpack map with `kind` rollout, loss, step, discard or close."""
     body = await request.body()
     try:
         message = codec.unpack(body)
     except WireError as error:
         raise ProblemError(400, f"the body is no msgpack message: {error.message}") from error
-    if not isinstance(message, dict) or message.get("kind") not in ("rollout", "step", "discard", "close"):
-        raise ProblemError(422, "the message must be a map with kind rollout, step, discard or close")
+    if not isinstance(message, dict) or message.get("kind") not in _KINDS:
+        raise ProblemError(422, f"the message must be a map with kind {', '.join(_KINDS)}")
     box = await run_in_threadpool(_mailbox, service, caller, job_id)
 
     def post() -> int:

@@ -80,6 +80,8 @@ class SessionPipeline(Pipeline):
         match request.get("kind"):
             case "step":
                 return await self._step(int(request["rollout"]))
+            case "loss":
+                return await self._loss(int(request["rollout"]))
             case "discard":
                 await self._discard(int(request["rollout"]))
                 return {"ok": True}
@@ -135,10 +137,22 @@ class SessionPipeline(Pipeline):
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    async def _step(self, batch: int) -> dict[str, Any]:
-        indices = self._batches.pop(batch, None)
+    def _batch(self, batch: int) -> list[int]:
+        indices = self._batches.get(batch)
         if indices is None:
             raise BadInputError(f"rollout {batch} was stepped or discarded before, or never made", role="job")
+        return indices
+
+    async def _loss(self, batch: int) -> dict[str, Any]:
+        indices = self._batch(batch)
+        if self.live is not None:  # a step would take up the settings that were changed, and so does its loss
+            await self.live.boundary(self._stepper.step, len(indices), self._admission, self._stepper.checkpoint)
+        groups = [self._state.ready[index] for index in indices if index in self._state.ready]
+        return {"step": self._stepper.step, "metrics": await self._stepper.loss_of(groups)}
+
+    async def _step(self, batch: int) -> dict[str, Any]:
+        indices = self._batch(batch)
+        del self._batches[batch]
         if self.live is not None:
             await self.live.boundary(self._stepper.step, len(indices), self._admission, self._stepper.checkpoint)
         ages = [age for age in self._state.ready_ages() if age.order in set(indices)]

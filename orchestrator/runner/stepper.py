@@ -192,6 +192,18 @@ class Stepper:
                     group.span.end()
             await self._finish(update, updated)
 
+    async def loss_of(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics that a step with these groups alone would report now, less those of its gradient; none is made.
+
+        Raises:
+            NightshiftError: a role failed.
+        """
+        async with self._in_step:
+            update = self._begin_update()
+            span = self._span("loss", update, groups)
+            with self.training.work(), self._tracing.within(span) as traceparent:
+                return await update.loss_of(groups, traceparent)
+
     async def _finish(self, update: StepUpdate, updated: Updated) -> None:
         """Everything that follows an applied update, until the trainer is free."""
         groups = update.groups

@@ -151,6 +151,15 @@ class TrainerClient:
         tensors = codec.unpack(answer.tensors) if answer.tensors else []
         return Updated(answer.stepped, dict(answer.metrics), answer.seconds, answer.peak_memory_bytes, tensors)
 
+    async def loss(
+        self, samples: Sequence[Sample], loss: LossSpec, *, version: str, traceparent: str
+    ) -> dict[str, float]:
+        """Metrics that an update with a whole batch would report, less those of its gradient; nothing is changed."""
+        request = trainer_pb2.LossRequest(
+            context=self._context(traceparent, version), samples=pack_samples(list(samples)), loss=pack_loss(loss)
+        )
+        return dict((await self._call("Loss", request, self._timeout_s)).metrics)
+
     async def log_probs(
         self, samples: Sequence[Sample], temperature: float, version: str, traceparent: str
     ) -> list[Any]:

@@ -123,6 +123,18 @@ class StepUpdate:
             self._events.append("tensors", step=self.step, part=len(self.parts) - 1, tensors=told)
         return Updated(updated.stepped, updated.metrics | metrics, updated.seconds, updated.peak_memory_bytes)
 
+    async def loss_of(self, groups: Sequence[Group], traceparent: str) -> dict[str, float]:
+        """Metrics that the step would report of these groups as its whole batch; no step is made.
+
+        Raises:
+            NightshiftError: the trainer failed.
+        """
+        await self._weigh(groups)
+        samples = [] if self.warming_up else trainable([sample for group in groups for sample in group.samples])
+        rollout = self._spec.rollout
+        loss = loss_spec(self._spec.algorithm, samples, rollout.temperature, rollout.max_response_length)
+        return await self._trainer.loss(samples, loss, version=self.expect, traceparent=traceparent)
+
     async def _add(self, groups: Sequence[Group], final: bool, traceparent: str) -> Updated:
         part = list(groups)
         pause = _FIRST_PAUSE_S

@@ -167,6 +167,31 @@ class Coordinator:
         task.add_done_callback(lambda done: self._finished(call.key, done))
         return await asyncio.shield(task)
 
+    async def loss(self, samples: bytes, loss: bytes, version: str, traceparent: str = "") -> dict[str, float]:
+        """Metrics that an update with a whole batch would report, less those of its gradient. Nothing is changed.
+
+        Raises:
+            BadInputError: loss or samples cannot be used.
+            VersionConflictError: the weights have another version.
+            RankFailedError: the ranks cannot go on.
+        """
+        spec, given = unpack_loss(loss), unpack_samples(samples)
+        check_loss_spec(spec)
+        check_samples(given, spec, self.facts["vocab_size"], self.facts["max_positions"])
+        kept = trained(given)
+
+        async def work() -> dict[str, float]:
+            async with self._span("trainer.loss", traceparent, **{"nightshift.policy_version": version}):
+                self._expect(version)
+                batch = _Batch(spec, 0.0, PartSums(), sum(sample.trained_tokens for sample in kept), len(kept))
+                if kept:
+                    for sums in await self._ranks.call("evaluate", samples, loss):
+                        batch.sums = batch.sums + sums
+                return to_metrics(batch.sums, spec, _divisor(spec, batch))
+
+        metrics: dict[str, float] = await _uninterrupted(work())
+        return metrics
+
     async def log_probs(
         self, sequences: Sequence[SequenceInput], version: str = "", traceparent: str = ""
     ) -> list[SequenceResult]:

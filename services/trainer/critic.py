@@ -29,7 +29,7 @@ class CriticRank(TrainerRank):
         if new_head:
             zero_head(self.policy)
 
-    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> tuple[int, Tensor]:
+    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> tuple[int, Tensor]:
         if spec.policy_loss != VALUE_LOSS:
             raise BadInputError(f"the critic has no loss {spec.policy_loss!r}", role="critic", fix="Send it 'value'")
         batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples], self._share)
@@ -45,7 +45,7 @@ class CriticRank(TrainerRank):
             old_values=old, returns=returns, mask=mask, values=values, loss=loss,
             parameters=next(self.policy.parameters()),
         )  # fmt: skip
-        self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
+        self._backward(loss, loss_divisor)
         with torch.no_grad():
             clipped = (outputs.clipped & mask).sum().double()
             total, none = loss.detach().double(), torch.zeros((), dtype=torch.float64, device=loss.device)

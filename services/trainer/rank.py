@@ -90,6 +90,15 @@ class TrainerRank:
             Sums of this rank's share, undivided.
         """
         self._seen = []
+        return self._pass(samples, spec, loss_divisor)
+
+    def evaluate(self, samples: Sequence[Sample], spec: LossSpec) -> PartSums:
+        """What :meth:`accumulate` would return for these samples, without a gradient: nothing is changed."""
+        with torch.no_grad():
+            return self._pass(samples, spec, None)
+
+    def _pass(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> PartSums:
+        """This rank's share of some samples through the model, and back where the loss has a divisor."""
         kept = trained(samples)
         parcels = units(kept, spec)
         lengths = [sum(len(s.prompt_ids) + len(s.response_ids) for s in parcel) for parcel in parcels]
@@ -97,10 +106,15 @@ class TrainerRank:
         micros = [[sample for index in micro for sample in parcels[index]] for micro in mine]
         parts = [self._micro_step(micro, spec, loss_divisor) for micro in micros]
         for _ in range(turns - len(mine)):
-            # Backward passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
+            # Passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
             logprobs, _ = self._forward(pad([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
-            self.engine.backward(logprobs.sum() * 0.0)
+            self._backward(logprobs.sum() * 0.0, None if loss_divisor is None else 1.0)
         return self._total([sample for micro in micros for sample in micro], parts)
+
+    def _backward(self, loss: Tensor, loss_divisor: float | None) -> None:
+        """Adds the gradient of a loss; without a divisor there is none to add."""
+        if loss_divisor is not None:
+            self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
 
     def apply(self, step_divisor: float, learning_rate: float) -> dict[str, float]:
         """Divides the accumulated gradient, clips it, and makes one optimiser step.
@@ -266,8 +280,8 @@ class TrainerRank:
         pieces = plan(lengths, self.world, self.config.micro_batch_size, self.config.max_tokens)
         return pieces[self.rank], max(map(len, pieces), default=0)
 
-    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float) -> tuple[int, Tensor]:
-        """Adds the gradient of some samples.
+    def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> tuple[int, Tensor]:
+        """Adds the gradient of some samples; without a divisor only their sums are taken.
 
         Returns:
             Token positions that went through the model, and on the device the sums (float64, in the order of _SUMS)
@@ -301,7 +315,7 @@ class TrainerRank:
             old_logprobs=behaviour, advantages=advantages, mask=mask, logprobs=logprobs, entropy=entropy, kl=kl,
             losses=losses, loss=loss, parameters=next(self.policy.parameters()),
         )  # fmt: skip
-        self.engine.backward(loss / loss_divisor if loss_divisor != 1.0 else loss)
+        self._backward(loss, loss_divisor)
         with torch.no_grad():
             log_ratio = (logprobs - behaviour).masked_fill(~mask, 0.0)
             over_tokens = torch.stack([kl, entropy, outputs.clipped.float(), clamped.float(), log_ratio.abs()])

@@ -112,6 +112,11 @@ class RankActor:
                 self._rank.discard()
             return self._rank.accumulate(unpack_samples(samples), unpack_loss(loss), loss_divisor)
 
+    def evaluate(self, samples: bytes, loss: bytes) -> PartSums:
+        """A part's sums, without its gradient; see :meth:`TrainerRank.evaluate`."""
+        with self._translated():
+            return self._rank.evaluate(unpack_samples(samples), unpack_loss(loss))
+
     def apply(self, divisor: float, learning_rate: float) -> dict[str, float]:
         """Makes the optimiser step; see :meth:`TrainerRank.apply`."""
         with self._translated():

@@ -100,6 +100,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         return await _answer(context, work)
 
+    async def Loss(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The loss of a batch, before its update or without one."""
+
+        async def work() -> Any:
+            began, asked = time.monotonic(), request.context
+            metrics = await self._coordinator.loss(
+                request.samples, request.loss, asked.policy_version, asked.traceparent
+            )
+            return trainer_pb2.LossResponse(metrics=metrics, seconds=time.monotonic() - began)
+
+        return await _answer(context, work)
+
     async def Update(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """A part of an update."""
         call = UpdateCall(

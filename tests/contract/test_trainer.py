@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -84,10 +83,10 @@ def test_a_loop_of_ones_own(make: Callable[..., Trainer], tmp_path: Path) -> Non
         assert isinstance(outputs, RolloutBatch)
         assert len(outputs) == 6
         loss = trainer.compute_loss(outputs)
-        with pytest.raises(NightshiftError, match="Read it after"):
-            float(loss)
+        before = float(loss)
+        assert not loss.stepped
         metrics = trainer.step(loss)
-        assert math.isfinite(float(loss))
+        assert float(loss) == metrics["loss/actor"] == before, "no weights changed in between"
         assert metrics["samples"] == 6
         losses.append(loss)
         if at == 0:
@@ -122,6 +121,8 @@ def test_a_loss_that_is_passed_over_is_discarded(make: Callable[..., Trainer]) -
     trainer.step(trainer.compute_loss(two))
     with pytest.raises(RoleError, match="stepped or discarded before"):
         trainer.step(trainer.compute_loss(one))
+    with pytest.raises(RoleError, match="stepped or discarded before"):
+        float(trainer.compute_loss(one))
     trainer.step(trainer.compute_loss(three))
     job, client = trainer.job, trainer._client
     assert job is not None
@@ -131,10 +132,14 @@ def test_a_loss_that_is_passed_over_is_discarded(make: Callable[..., Trainer]) -
 
 
 def test_the_next_batch_is_already_running(make: Callable[..., Trainer]) -> None:
+    """The loop of the design, word for word."""
     trainer = make()
     versions = []
-    for outputs in trainer.rollouts(batches(4, 2)):
-        trainer.step(trainer.compute_loss(outputs))
+    dataloader = trainer.dataloader(batches(4, 2))
+    for batch in dataloader:
+        outputs = trainer.rollout(batch)
+        loss = trainer.compute_loss(outputs)
+        trainer.step(loss)
         versions.append({int(version.rsplit("/", 1)[-1]) for output in outputs for version in output.weight_versions})
     assert [min(found) for found in versions] == [0, 0, 1, 2], "one step behind, from the second batch on"
 
@@ -197,7 +202,11 @@ def test_fit_runs_the_whole_loop(make: Callable[..., Trainer], tmp_path: Path) -
     path.write_text("".join(json.dumps(row) + "\n" for batch in batches(4) for row in batch))
     trainer = make()
     trainer.config.rollout_batch_size = 2
-    done = trainer.fit([str(path)], total_steps=3)
+    with pytest.raises(BadInputError, match="no file of them is named"):
+        trainer.fit(total_steps=3)
+    trainer = make(data={"train_files": [str(path)]})
+    trainer.config.rollout_batch_size = 2
+    done = trainer.fit(total_steps=3)
     assert (done.state, done.step) == ("succeeded", 3)
     with pytest.raises(BadInputError, match="reward_model"):
         Trainer(actor_model="x")

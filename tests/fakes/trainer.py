@@ -191,6 +191,26 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
         return answer
 
+    async def Loss(self, request: Any, context: Any) -> Any:
+        """The loss of a batch under the weights as they are."""
+        self.contexts.append(request.context)
+        await self._fault("Loss", context)
+        if request.context.policy_version != self.version:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"holds {self.version!r}")
+        samples = [sample for sample in unpack_samples(request.samples) if sample.trained_tokens]
+        loss = unpack_loss(request.loss)
+        metrics = {"loss/actor": self._loss(samples, loss)} if samples else {}
+        return trainer_pb2.LossResponse(metrics=metrics, seconds=0.001)
+
+    def _loss(self, samples: list[Sample], loss: LossSpec) -> float:
+        """Minus the advantages weighed by pi/mu, over the trained tokens."""
+        total = 0.0
+        for sample in samples:
+            held = policy.score(self.weights, sample.prompt_ids, sample.response_ids, loss.temperature)
+            terms = np.exp(held - sample.logprobs) * sample.advantages
+            total -= float(terms[sample.loss_mask > 0].sum())
+        return total / max(1, loss.total_tokens)
+
     async def Publish(self, request: Any, context: Any) -> Any:
         """Writes the weights and scores the probe."""
         self.contexts.append(request.context)
@@ -266,6 +286,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         trained = [sample for sample in samples if sample.trained_tokens]
         total = np.zeros_like(self.weights)
         ratios: list[float] = []
+        value = self._loss(trained, loss)
         for sample in trained:
             held = policy.score(self.weights, sample.prompt_ids, sample.response_ids, loss.temperature)
             ratios += np.abs(held - sample.logprobs)[sample.loss_mask > 0].tolist()
@@ -297,7 +318,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         metrics = {"tokens": float(len(ratios)), "sequences": float(len(trained))}
         if stepped:
             metrics |= {
-                "loss/actor": 0.0,
+                "loss/actor": value,
                 "grad_norm": float(np.linalg.norm(total)),
                 "lr": request.learning_rate,
                 "log_ratio/abs_mean": float(np.mean(ratios)),

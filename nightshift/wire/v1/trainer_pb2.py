@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from nightshift.wire.v1 import common_pb2 as nightshift_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n nightshift/wire/v1/trainer.proto\x12\x12nightshift.wire.v1\x1a\x1fnightshift/wire/v1/common.proto\"F\n\x16\x44\x65scribeTrainerRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\"\xe1\x01\n\x17\x44\x65scribeTrainerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x07 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x15\n\rmax_positions\x18\t \x01(\x04\x12\x14\n\x0cparallelisms\x18\n \x03(\t\"P\n\x0fLogProbsRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0f\n\x07samples\x18\x02 \x01(\x0c\"4\n\x10LogProbsResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xeb\x01\n\rUpdateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0e\x65xpect_version\x18\x04 \x01(\t\x12\x13\n\x0bnew_version\x18\x05 \x01(\t\x12\x0c\n\x04part\x18\x06 \x01(\r\x12\r\n\x05\x66inal\x18\x07 \x01(\x08\x12\x0f\n\x07samples\x18\x08 \x01(\x0c\x12\x0c\n\x04loss\x18\t \x01(\x0c\x12\x15\n\rlearning_rate\x18\n \x01(\x01\x12\r\n\x05\x64\x65\x62ug\x18\x0b \x01(\x08\"\xf3\x01\n\x0eUpdateResponse\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x08\x12\x10\n\x08repeated\x18\x02 \x01(\x08\x12\x0f\n\x07stepped\x18\x03 \x01(\x08\x12@\n\x07metrics\x18\x04 \x03(\x0b\x32/.nightshift.wire.v1.UpdateResponse.MetricsEntry\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07tensors\x18\x07 \x01(\x0c\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"e\n\x0ePublishRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x16\n\x0epolicy_version\x18\x02 \x01(\t\x12\r\n\x05probe\x18\x03 \x01(\x0c\"\x90\x01\n\x0fPublishResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_info\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\r\n\x05probe\x18\x05 \x01(\x0c\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x18\n\x10\x63hanged_fraction\x18\x07 \x01(\x01\"t\n\x0bSaveRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x11\n\tstate_dir\x18\x02 \x01(\t\x12\x12\n\nexport_dir\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\t\".\n\x0cSaveResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"f\n\x0bLoadRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x11\n\tstate_dir\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\t\"9\n\x0cLoadResponse\x12\x10\n\x08manifest\x18\x01 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x02 \x01(\x04\x32\x87\x04\n\x0eTrainerService\x12\x63\n\x08\x44\x65scribe\x12*.nightshift.wire.v1.DescribeTrainerRequest\x1a+.nightshift.wire.v1.DescribeTrainerResponse\x12U\n\x08LogProbs\x12#.nightshift.wire.v1.LogProbsRequest\x1a$.nightshift.wire.v1.LogProbsResponse\x12O\n\x06Update\x12!.nightshift.wire.v1.UpdateRequest\x1a\".nightshift.wire.v1.UpdateResponse\x12R\n\x07Publish\x12\".nightshift.wire.v1.PublishRequest\x1a#.nightshift.wire.v1.PublishResponse\x12I\n\x04Save\x12\x1f.nightshift.wire.v1.SaveRequest\x1a .nightshift.wire.v1.SaveResponse\x12I\n\x04Load\x12\x1f.nightshift.wire.v1.LoadRequest\x1a .nightshift.wire.v1.LoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n nightshift/wire/v1/trainer.proto\x12\x12nightshift.wire.v1\x1a\x1fnightshift/wire/v1/common.proto\"F\n\x16\x44\x65scribeTrainerRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\"\xe1\x01\n\x17\x44\x65scribeTrainerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x07 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x15\n\rmax_positions\x18\t \x01(\x04\x12\x14\n\x0cparallelisms\x18\n \x03(\t\"P\n\x0fLogProbsRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0f\n\x07samples\x18\x02 \x01(\x0c\"4\n\x10LogProbsResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"Z\n\x0bLossRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0f\n\x07samples\x18\x02 \x01(\x0c\x12\x0c\n\x04loss\x18\x03 \x01(\x0c\"\x8f\x01\n\x0cLossResponse\x12>\n\x07metrics\x18\x01 \x03(\x0b\x32-.nightshift.wire.v1.LossResponse.MetricsEntry\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xeb\x01\n\rUpdateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0e\x65xpect_version\x18\x04 \x01(\t\x12\x13\n\x0bnew_version\x18\x05 \x01(\t\x12\x0c\n\x04part\x18\x06 \x01(\r\x12\r\n\x05\x66inal\x18\x07 \x01(\x08\x12\x0f\n\x07samples\x18\x08 \x01(\x0c\x12\x0c\n\x04loss\x18\t \x01(\x0c\x12\x15\n\rlearning_rate\x18\n \x01(\x01\x12\r\n\x05\x64\x65\x62ug\x18\x0b \x01(\x08\"\xf3\x01\n\x0eUpdateResponse\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x08\x12\x10\n\x08repeated\x18\x02 \x01(\x08\x12\x0f\n\x07stepped\x18\x03 \x01(\x08\x12@\n\x07metrics\x18\x04 \x03(\x0b\x32/.nightshift.wire.v1.UpdateResponse.MetricsEntry\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07tensors\x18\x07 \x01(\x0c\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"e\n\x0ePublishRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x16\n\x0epolicy_version\x18\x02 \x01(\t\x12\r\n\x05probe\x18\x03 \x01(\x0c\"\x90\x01\n\x0fPublishResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_info\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\r\n\x05probe\x18\x05 \x01(\x0c\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x18\n\x10\x63hanged_fraction\x18\x07 \x01(\x01\"t\n\x0bSaveRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x11\n\tstate_dir\x18\x02 \x01(\t\x12\x12\n\nexport_dir\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\t\".\n\x0cSaveResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"f\n\x0bLoadRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.nightshift.wire.v1.Context\x12\x11\n\tstate_dir\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\t\"9\n\x0cLoadResponse\x12\x10\n\x08manifest\x18\x01 \x01(\t\x12\x17\n\x0foptimizer_steps\x18\x02 \x01(\x04\x32\xd2\x04\n\x0eTrainerService\x12\x63\n\x08\x44\x65scribe\x12*.nightshift.wire.v1.DescribeTrainerRequest\x1a+.nightshift.wire.v1.DescribeTrainerResponse\x12U\n\x08LogProbs\x12#.nightshift.wire.v1.LogProbsRequest\x1a$.nightshift.wire.v1.LogProbsResponse\x12I\n\x04Loss\x12\x1f.nightshift.wire.v1.LossRequest\x1a .nightshift.wire.v1.LossResponse\x12O\n\x06Update\x12!.nightshift.wire.v1.UpdateRequest\x1a\".nightshift.wire.v1.UpdateResponse\x12R\n\x07Publish\x12\".nightshift.wire.v1.PublishRequest\x1a#.nightshift.wire.v1.PublishResponse\x12I\n\x04Save\x12\x1f.nightshift.wire.v1.SaveRequest\x1a .nightshift.wire.v1.SaveResponse\x12I\n\x04Load\x12\x1f.nightshift.wire.v1.LoadRequest\x1a .nightshift.wire.v1.LoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nightshift.wire.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_LOSSRESPONSE_METRICSENTRY']._loaded_options = None
+  _globals['_LOSSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATERESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIBETRAINERREQUEST']._serialized_start=89
@@ -42,24 +44,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGPROBSREQUEST']._serialized_end=469
   _globals['_LOGPROBSRESPONSE']._serialized_start=471
   _globals['_LOGPROBSRESPONSE']._serialized_end=523
-  _globals['_UPDATEREQUEST']._serialized_start=526
-  _globals['_UPDATEREQUEST']._serialized_end=761
-  _globals['_UPDATERESPONSE']._serialized_start=764
-  _globals['_UPDATERESPONSE']._serialized_end=1007
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=961
-  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=1007
-  _globals['_PUBLISHREQUEST']._serialized_start=1009
-  _globals['_PUBLISHREQUEST']._serialized_end=1110
-  _globals['_PUBLISHRESPONSE']._serialized_start=1113
-  _globals['_PUBLISHRESPONSE']._serialized_end=1257
-  _globals['_SAVEREQUEST']._serialized_start=1259
-  _globals['_SAVEREQUEST']._serialized_end=1375
-  _globals['_SAVERESPONSE']._serialized_start=1377
-  _globals['_SAVERESPONSE']._serialized_end=1423
-  _globals['_LOADREQUEST']._serialized_start=1425
-  _globals['_LOADREQUEST']._serialized_end=1527
-  _globals['_LOADRESPONSE']._serialized_start=1529
-  _globals['_LOADRESPONSE']._serialized_end=1586
-  _globals['_TRAINERSERVICE']._serialized_start=1589
-  _globals['_TRAINERSERVICE']._serialized_end=2108
+  _globals['_LOSSREQUEST']._serialized_start=525
+  _globals['_LOSSREQUEST']._serialized_end=615
+  _globals['_LOSSRESPONSE']._serialized_start=618
+  _globals['_LOSSRESPONSE']._serialized_end=761
+  _globals['_LOSSRESPONSE_METRICSENTRY']._serialized_start=715
+  _globals['_LOSSRESPONSE_METRICSENTRY']._serialized_end=761
+  _globals['_UPDATEREQUEST']._serialized_start=764
+  _globals['_UPDATEREQUEST']._serialized_end=999
+  _globals['_UPDATERESPONSE']._serialized_start=1002
+  _globals['_UPDATERESPONSE']._serialized_end=1245
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=715
+  _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=761
+  _globals['_PUBLISHREQUEST']._serialized_start=1247
+  _globals['_PUBLISHREQUEST']._serialized_end=1348
+  _globals['_PUBLISHRESPONSE']._serialized_start=1351
+  _globals['_PUBLISHRESPONSE']._serialized_end=1495
+  _globals['_SAVEREQUEST']._serialized_start=1497
+  _globals['_SAVEREQUEST']._serialized_end=1613
+  _globals['_SAVERESPONSE']._serialized_start=1615
+  _globals['_SAVERESPONSE']._serialized_end=1661
+  _globals['_LOADREQUEST']._serialized_start=1663
+  _globals['_LOADREQUEST']._serialized_end=1765
+  _globals['_LOADRESPONSE']._serialized_start=1767
+  _globals['_LOADRESPONSE']._serialized_end=1824
+  _globals['_TRAINERSERVICE']._serialized_start=1827
+  _globals['_TRAINERSERVICE']._serialized_end=2421
 # @@protoc_insertion_point(module_scope)

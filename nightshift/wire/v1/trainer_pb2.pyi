@@ -53,6 +53,31 @@ class LogProbsResponse(_message.Message):
     seconds: float
     def __init__(self, results: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class LossRequest(_message.Message):
+    __slots__ = ("context", "samples", "loss")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.Context
+    samples: bytes
+    loss: bytes
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., samples: _Optional[bytes] = ..., loss: _Optional[bytes] = ...) -> None: ...
+
+class LossResponse(_message.Message):
+    __slots__ = ("metrics", "seconds")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.ScalarMap[str, float]
+    seconds: float
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class UpdateRequest(_message.Message):
     __slots__ = ("context", "step", "attempt", "expect_version", "new_version", "part", "final", "samples", "loss", "learning_rate", "debug")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

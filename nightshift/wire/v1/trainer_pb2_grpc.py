@@ -45,6 +45,11 @@ class TrainerServiceStub(object):
                 request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsRequest.SerializeToString,
                 response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsResponse.FromString,
                 _registered_method=True)
+        self.Loss = channel.unary_unary(
+                '/nightshift.wire.v1.TrainerService/Loss',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossRequest.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossResponse.FromString,
+                _registered_method=True)
         self.Update = channel.unary_unary(
                 '/nightshift.wire.v1.TrainerService/Update',
                 request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.UpdateRequest.SerializeToString,
@@ -79,6 +84,13 @@ class TrainerServiceServicer(object):
 
     def LogProbs(self, request, context):
         """Log-probs of given tokens under the current weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Loss(self, request, context):
+        """What an update with these samples would report as its loss under the current weights; nothing is changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +136,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.LogProbs,
                     request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsRequest.FromString,
                     response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsResponse.SerializeToString,
+            ),
+            'Loss': grpc.unary_unary_rpc_method_handler(
+                    servicer.Loss,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossRequest.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossResponse.SerializeToString,
             ),
             'Update': grpc.unary_unary_rpc_method_handler(
                     servicer.Update,
@@ -201,6 +218,33 @@ class TrainerService(object):
             '/nightshift.wire.v1.TrainerService/LogProbs',
             nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsRequest.SerializeToString,
             nightshift_dot_wire_dot_v1_dot_trainer__pb2.LogProbsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Loss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.TrainerService/Loss',
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossRequest.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.LossResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,9 @@ def test_a_new_value_head_begins_at_zero_and_learns_the_returns(model: Path) -> 
     for _ in range(40):
         losses.append(rank.update(valued(rank, samples), VALUE, 3e-3)["loss/critic"])
     assert losses[-1] < 0.25 * losses[0]
+    seen = {item["name"]: item for item in rank.tensors()}
+    assert {item["role"] for item in seen.values()} == {rank.config.role}
+    assert seen["values"]["shape"] == seen["returns"]["shape"] == seen["old_values"]["shape"]
     assert rank.update(valued(rank, samples), VALUE, 0.0)["critic/clip_fraction"] == 0.0
 
 

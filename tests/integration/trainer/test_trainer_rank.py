@@ -201,11 +201,19 @@ def test_clipped_steps_equal_a_plain_torch_loop(make: Make) -> None:
 
 
 def test_two_runs_are_bit_identical(make: Make) -> None:
-    ends = []
-    for _ in range(2):
+    """In the second, the loss of each batch is read before its step, and of another one that is never stepped on."""
+    ends, spec = [], LossSpec(kl_coef=0.1)
+    for reads in (False, True):
         rank = make()
         for seed in range(3):
-            rank.update(batch(seed=seed), LossSpec(kl_coef=0.1), 1e-2)
+            samples = batch(seed=seed)
+            if reads:
+                rank.evaluate(batch(seed=99), spec)
+                sums = rank.evaluate(samples, spec)
+            metrics = rank.update(samples, spec, 1e-2)
+            if reads:
+                assert sums.loss / sums.tokens == pytest.approx(metrics["loss/actor"], rel=1e-6)
+                assert (sums.tokens, sums.kl / sums.tokens) == (metrics["tokens"], pytest.approx(metrics["kl"]))
         ends.append(weights(rank))
     assert torch.equal(ends[0], ends[1])
 

@@ -24,7 +24,7 @@ from nightshift.config import JobSpec
 from nightshift.wire import codec
 from nightshift.wire.errors import BadInputError, NightshiftError
 from nightshift.wire.experience import LossSpec, Sample, pack_loss, pack_samples
-from nightshift.wire.v1 import trainer_pb2, trainer_pb2_grpc
+from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from services.scorers.ingress import listens_beyond_loopback
 from services.trainer.launch import TrainerHandle, start
 from tests.fixtures.ray_cluster import ray_cluster
@@ -78,6 +78,12 @@ class Client:
 
     def weights(self, version: str) -> dict[str, torch.Tensor]:
         return load_file(self.store / codec.unpack(self.publish(version).update_info)["path"])
+
+    def loss(self, version: str, samples: list[Sample]) -> dict[str, float]:
+        context = common_pb2.Context(policy_version=version)
+        packed = pack_samples(samples)
+        request = trainer_pb2.LossRequest(context=context, samples=packed, loss=pack_loss(LossSpec()))
+        return dict(self.stub.Loss(request, timeout=CALL_S).metrics)
 
     def log_probs(self, probe: list[Any]) -> list[Any]:
         answer = self.stub.LogProbs(trainer_pb2.LogProbsRequest(samples=codec.pack(probe)), timeout=CALL_S)
@@ -309,8 +315,12 @@ def test_o14_two_ranks_make_the_steps_of_one(begin: Start, tmp_path: Path) -> No
             state = tmp_path / f"state{ranks}"
             client.stub.Save(trainer_pb2.SaveRequest(state_dir=str(state)), timeout=CALL_S)
             if ranks == 2:
-                # A single sample leaves one rank without any.
-                assert client.update(4, batch(1)).stepped
+                # A single sample leaves one rank without any. What an update will report can be asked for before it.
+                before = client.loss("r/0/3", batch(1))["loss/actor"]
+                made = client.update(4, batch(1))
+                assert made.stepped
+                assert made.metrics["loss/actor"] == pytest.approx(before, rel=1e-5, abs=1e-8)
+                assert refused(lambda: client.loss("r/0/3", batch(1)))[0] is grpc.StatusCode.FAILED_PRECONDITION
                 code, said = refused(lambda: client.load("r/1/3", str(tmp_path / "state1")))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
                 assert "trainer.ranks" in said
