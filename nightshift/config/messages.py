@@ -63,12 +63,33 @@ def explain(error: ErrorDetails) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         known = ", ".join(keys_at(path)) if models_at(path) else ""
         return f"{name!r} is {show(value)}, but must be a map" + (f" of the keys {known}" if known else "")
+    return f"{name!r} is {show(value)}, but {expected(error)}"
+
+
+def expected(error: ErrorDetails) -> str:
+    """What would be right in place of a wrong value: ``must be a whole number``."""
+    kind = error["type"]
     if kind == "string_pattern_mismatch":
-        expected = f"must match {error['ctx']['pattern']}"
-    else:
-        expected = _EXPECTED.get(kind) or re.sub(r"^Input should (be )?", "must be ", error["msg"])
-        expected = expected.replace("must be have", "must have")
-    return f"{name!r} is {show(value)}, but {expected}"
+        return f"must match {error['ctx']['pattern']}"
+    if kind in ("too_short", "too_long"):
+        least, most = error["ctx"].get("min_length"), error["ctx"].get("max_length")
+        return f"must hold at least {least}" if kind == "too_short" else f"must hold at most {most}"
+    text = _EXPECTED.get(kind) or re.sub(r"^(Input|String|Value) should (be )?", "must be ", error["msg"])
+    return text.replace("must be have", "must have")
+
+
+def explain_value(error: ErrorDetails) -> str:
+    """One validation error of a value that belongs to no job file, without its name: ``is 0, but must be …``."""
+    kind = error["type"]
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return "is not known here"
+    if kind in ("value_error", "assertion_error") and "error" in error.get("ctx", {}):
+        return str(error["ctx"]["error"])
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
+        return f"is {show(error['input'])}, but must be a map"
+    return f"is {show(error['input'])}, but {expected(error)}"
 
 
 def explain_all(errors: ValidationError) -> list[tuple[Path, str]]:

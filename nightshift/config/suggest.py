@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
@@ -31,6 +32,9 @@ _ALIASES = {
     "actor_model": "model.path",
     "off_by_n": "pipeline.max_staleness",
 }
+
+#: What other projects call the training of a few added weights in place of the model's own.
+_ADAPTERS = re.compile(r"(^|[_-])(q?d?lora|peft|adapters?)([_-]|$)|^target_modules$", re.IGNORECASE)
 
 Path = tuple[str | int, ...]
 
@@ -114,6 +118,8 @@ def suggest(path: Path) -> str:
     if key in sections:
         places = [f"{place}.{key}" if place else key for place in sections[key]]
         return f"{key!r} belongs to another section: {' or '.join(repr(place) for place in places)}"
+    if _ADAPTERS.search(key):
+        return "adapters (LoRA) are not trained here, the whole model is: leave it out"
     if near := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
         return f"did you mean {dotted((*section, near[0]))!r}?"
     if key in _ALIASES:

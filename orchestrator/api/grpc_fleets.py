@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from nightshift.wire.v1 import fleets_pb2, fleets_pb2_grpc
 from orchestrator.api import routes_fleets
 from orchestrator.api.grpc_calls import Servicer, call, limit_of
-from orchestrator.api.problems import ProblemError
+from orchestrator.api.problems import ProblemError, wrong_values
 from orchestrator.api.service import Caller
 from orchestrator.jobs.fleet_file import NAME, NewFleet
 from orchestrator.store.access import Scope
@@ -45,8 +45,7 @@ class FleetServicer(Servicer, fleets_pb2_grpc.FleetServiceServicer):
         try:
             fleet = NewFleet.model_validate({"servers": []} | values)
         except ValidationError as error:
-            fields = [(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors()]
-            named = "; ".join(f"{field}: {message}" if field else message for field, message in fields[:5])
+            named, fields = wrong_values(error.errors())
             raise ProblemError(422, named, kind="bad-parameter", errors=fields) from error
         return _fleet(routes_fleets.put_fleet(self._service, caller, request.name, fleet))
 

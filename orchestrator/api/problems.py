@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import http
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,8 +14,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from nightshift.config.live import SettingsError
+from nightshift.config.messages import explain_value
 from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.jobs.document import DocumentError
 from orchestrator.jobs.states import StateConflictError
@@ -191,10 +194,13 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        fields = [(_field(item["loc"]), str(item["msg"])) for item in error.errors()]
-        broken = any(item["type"] == "json_invalid" for item in error.errors())
-        named = "; ".join(f"{field}: {message}" if field else message for field, message in fields[:5])
-        return respond(request.url.path, 400 if broken else 422, named, kind="bad-parameter", fields=fields)
+        items = error.errors()
+        broken = next((item for item in items if item["type"] == "json_invalid"), None)
+        if broken is not None:
+            detail = f"the body is not valid JSON: {broken.get('ctx', {}).get('error', broken['msg'])}"
+            return respond(request.url.path, 400, detail, kind="bad-document")
+        named, fields = wrong_values(items)
+        return respond(request.url.path, 422, named, kind="bad-parameter", fields=fields)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -204,7 +210,25 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             detail = f"{request.method} is not possible at {request.url.path}"
         headers = dict(error.headers) if error.headers else None
+        if error.status_code == 405:
+            headers = {"Allow": ", ".join(_methods_at(request))}
         return respond(request.url.path, error.status_code, detail, headers=headers)
+
+
+def wrong_values(items: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Of pydantic's errors about a request: one sentence, and each wrong field with what is wrong and what is right."""
+    fields = [(_field(item["loc"]), explain_value(item)) for item in items]
+    return "; ".join(f"{field} {message}" if field else f"the body {message}" for field, message in fields[:5]), fields
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Methods that a path takes, of all routes: the router names those of the first one alone."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return sorted(found)
 
 
 def _field(location: tuple[int | str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 
 from orchestrator.api.models import (
     AuditEntry,
@@ -19,9 +19,10 @@ from orchestrator.api.models import (
 )
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.service import Admin, Caller, ServiceDep
+from orchestrator.api.strict import strict_router
 from orchestrator.store.access import Project, Token
 
-router = APIRouter(prefix="/v1", tags=["access"])
+router = strict_router(prefix="/v1", tags=["access"])
 ProjectName = Annotated[str, Path(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
 from fastapi import Path as InPath
+from fastapi import Query
 from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 
 from nightshift.analysis.recording import load
@@ -34,8 +34,9 @@ from orchestrator.api.models import (
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.routes_jobs import JobId
 from orchestrator.api.service import Caller, Reader, Service, ServiceDep, visible
+from orchestrator.api.strict import strict_router
 
-router = APIRouter(prefix="/v1", tags=["results"])
+router = strict_router(prefix="/v1", tags=["results"])
 Step = Annotated[int, InPath(ge=0, le=2**31)]
 #: Most of the newest jobs that are searched for a trace.
 _TRACED_JOBS = 200

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import SQLAlchemyError
@@ -18,10 +18,11 @@ from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.routes_jobs import JobId
 from orchestrator.api.service import Reader, Service, ServiceDep, Submitter, visible
 from orchestrator.api.stream import boundary, events
+from orchestrator.api.strict import strict_router
 from orchestrator.jobs.states import ENDED, JobState
 from orchestrator.store.jobs import UnknownJobError
 
-router = APIRouter(prefix="/v1", tags=["events and uploads"])
+router = strict_router(prefix="/v1", tags=["events and uploads"])
 _PING_S = 15
 _DONE = ENDED | {JobState.PAUSED}
 Digest = Annotated[str, InPath(pattern=r"^[0-9a-f]{64}$")]

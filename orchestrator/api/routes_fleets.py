@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 from pydantic import BaseModel, Field
 
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.service import Admin, Caller, Reader, Service, ServiceDep
+from orchestrator.api.strict import strict_router
 from orchestrator.jobs.fleet_file import NAME, NewFleet
 from orchestrator.jobs.leases import shares
 from orchestrator.jobs.lending import claim_of, fleet_of
 from orchestrator.store.fleets import Fleet, LeaseRecord
 
-router = APIRouter(prefix="/v1/fleets", tags=["fleets"])
+router = strict_router(prefix="/v1/fleets", tags=["fleets"])
 FleetName = Annotated[str, Path(max_length=64, pattern=NAME)]
 
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 
@@ -21,6 +21,7 @@ from nightshift.wire.trace import TraceContext
 from orchestrator.api.models import Job, JobDetail, JobPage
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.service import Caller, Reader, Service, ServiceDep, Submitter, visible
+from orchestrator.api.strict import strict_router
 from orchestrator.jobs.document import DocumentError, read_document
 from orchestrator.jobs.scheduler import say
 from orchestrator.jobs.states import Call, JobState, ask
@@ -28,7 +29,7 @@ from orchestrator.jobs.submission import body_hash, check_code, check_fleet, pre
 from orchestrator.store.access import Scope
 from orchestrator.store.jobs import JobRecord, NewJob
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = strict_router(prefix="/v1", tags=["jobs"])
 JobId = Annotated[str, InPath(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 _PLAN_S = 120.0
 _YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as InPath
+from fastapi import Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from nightshift.wire import codec
@@ -18,9 +18,10 @@ from orchestrator.api.models import Asked
 from orchestrator.api.problems import ProblemError, errors
 from orchestrator.api.routes_jobs import JobId
 from orchestrator.api.service import Caller, Service, ServiceDep, Submitter, visible
+from orchestrator.api.strict import strict_router
 from orchestrator.jobs.states import ENDED, JobState, StateConflictError
 
-router = APIRouter(prefix="/v1", tags=["sessions"])
+router = strict_router(prefix="/v1", tags=["sessions"])
 _POLL_S = 0.03
 _KINDS = ("rollout", "loss", "step", "discard", "close")
 _MSGPACK = "application/x-msgpack"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body
+from fastapi import Body
 
 from nightshift.config import JobSpec
 from nightshift.config.live import LIVE, check_changes, put, settings_of
@@ -14,10 +14,11 @@ from orchestrator.api.models import Setting, SettingsList
 from orchestrator.api.problems import errors
 from orchestrator.api.routes_jobs import JobId
 from orchestrator.api.service import Reader, ServiceDep, Submitter, visible
+from orchestrator.api.strict import strict_router
 from orchestrator.jobs.states import ENDED, StateConflictError
 from orchestrator.store.jobs import JobRecord
 
-router = APIRouter(prefix="/v1", tags=["settings"])
+router = strict_router(prefix="/v1", tags=["settings"])
 
 
 def _present(record: JobRecord, *, asked: bool = False) -> JobSpec:

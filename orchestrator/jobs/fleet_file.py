@@ -8,6 +8,7 @@ from typing import Annotated, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from nightshift.config.messages import explain_value
 from nightshift.wire.errors import BadInputError
 from orchestrator.jobs.leases import Terms
 from orchestrator.store.fleets import FleetServer, FleetStore
@@ -93,9 +94,9 @@ def read_fleets(path: Path) -> dict[str, NewFleet]:
         raise BadInputError(f"the file of fleets {path} is no YAML: {str(error).splitlines()[0]}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        place = "".join(f": {name}" for name in [".".join(map(str, first["loc"]))] if name)
         raise BadInputError(
-            f"the file of fleets {path}: {place}: {first['msg']}",
+            f"the file of fleets {path}{place} {explain_value(first)}",
             fix="It maps a fleet's name to servers (each with name and url), hold_s, switch_s, drain_s and deadline_s",
         ) from error
 

@@ -63,6 +63,12 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise BadInputError(f"model.path {str(folder)!r} is no folder", role="model", fix="Give a folder in HF format")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise BadInputError(
+            f"model folder {str(folder)!r} holds an adapter (LoRA) and not the model",
+            role="model",
+            fix="Merge it into its base with merge_and_unload() and save_pretrained(); the whole model is trained",
+        )
     if not (folder / "config.json").is_file():
         raise BadInputError(
             f"model folder {str(folder)!r} holds no config.json", role="model", fix="Give a folder in HF format"

@@ -194,7 +194,7 @@ def test_fleets_and_who_has_their_servers(page: Any, up: Up, fleet: list[str]) -
         page.get_by_role("link", name=job_id).wait_for()
     fits(page)
     shot(page, "fleets")
-    page.get_by_role("link", name="night").focus()
+    page.get_by_role("link", name="night", exact=True).focus()
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Fleet night").wait_for()
     page.get_by_role("heading", name="Leases").wait_for()

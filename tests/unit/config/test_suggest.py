@@ -22,6 +22,11 @@ from nightshift.config.suggest import describe, dotted, is_known, keys_at, sugge
         (("trainer", "completely_else"), "section 'trainer' has the keys total_steps"),
         (("zzz",), "a job file has the keys name, model"),
         (("rollout", "ports"), "'resources.ports'"),
+        (("model", "lora_rank"), "adapters (LoRA) are not trained here, the whole model is"),
+        (("trainer", "use_lora"), "adapters (LoRA) are not trained here"),
+        (("trainer", "peft_config"), "adapters (LoRA) are not trained here"),
+        (("rollout", "enable-lora"), "adapters (LoRA) are not trained here"),
+        (("model", "explorations"), "section 'model' has the keys"),
     ],
 )
 def test_suggestion_names_the_right_key(path: tuple[str | int, ...], part: str) -> None:

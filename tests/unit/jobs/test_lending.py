@@ -198,11 +198,11 @@ def test_a_server_that_is_taken_out_of_the_fleet_is_let_go_of(world: World) -> N
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("night: {servers: [{name: a}]}", "night.servers.0.url: Field required"),
+        ("night: {servers: [{name: a}]}", "night.servers.0.url is missing"),
         ("night: {servers: [], hold_s: .nan}", "night.hold_s"),
-        ("../night: {servers: []}", "String should match"),
+        ("../night: {servers: []}", "must match"),
         ("night: [", "is no YAML"),
-        ("- night", "valid dictionary"),
+        ("- night", "fleets.yaml is ['night'], but must be a map"),
     ],
 )
 def test_a_file_of_fleets_that_is_wrong_says_where(tmp_path: Path, text: str, says: str) -> None:

@@ -33,6 +33,13 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, missing):
         models.resolve(str(folder))
 
 
+def test_an_adapter_is_not_the_model(tmp_path):
+    folder = make_model(tmp_path / "m")
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(BadInputError, match="holds an adapter"):
+        models.resolve(str(folder))
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./m", "a/b/c", "../x", "", "a b", "~/nothing-here"])
 def test_a_path_that_is_neither_folder_nor_id_is_refused_without_asking_the_hub(path):
     with pytest.raises(BadInputError, match="does not exist"):
