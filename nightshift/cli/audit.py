@@ -5,7 +5,7 @@ from __future__ import annotations
 from nightshift.analysis.audit import audit
 from nightshift.analysis.evidence import load
 from nightshift.analysis.findings import Audit, summary
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json, waiting
 from nightshift.cli.runs import find_run
 
 _SHOWN = 20
@@ -17,7 +17,9 @@ def show_audit(run: str, runs_dir: str, *, as_json: bool) -> int:
     Raises:
         BadInputError: there is no such run, it has no checkpoint yet, or a file of it cannot be read.
     """
-    found = audit(load(find_run(run, runs_dir)))
+    folder = find_run(run, runs_dir)
+    with waiting("auditing the run"):
+        found = audit(load(folder))
     if as_json:
         print_json(found.as_dict())
     else:

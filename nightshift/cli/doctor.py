@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nightshift.cli.gpu_memory import LEAST_GPU_MEMORY
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, mib, print_json
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, mib, print_json, waiting
 from nightshift.gpu import ask_driver, cuda_of_torch, why_not_cuda
 
 _GIB = 1 << 30
@@ -47,7 +47,8 @@ def examine() -> list[Finding]:
 
 def show_doctor(*, as_json: bool) -> int:
     """Prints the findings. Returns 1 where something is missing that a run needs."""
-    findings = examine()
+    with waiting("looking at this machine"):
+        findings = examine()
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

@@ -6,12 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
-from nightshift.cli.output import EXIT_DONE
+from nightshift.cli.output import EXIT_DONE, print_json, waiting
 from nightshift.cli.runs import checkpoints, find_run
 from nightshift.wire.errors import BadInputError
 
 
-def export_checkpoint(run: str, runs_dir: str, folder: Path, step: int | None) -> int:
+def export_checkpoint(run: str, runs_dir: str, folder: Path, step: int | None, *, as_json: bool) -> int:
     """Copies the checkpoint of ``step``, or the newest, to ``folder``, which appears by rename.
 
     Raises:
@@ -31,11 +31,17 @@ def export_checkpoint(run: str, runs_dir: str, folder: Path, step: int | None) -
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, temporary)
+        with waiting(f"copying {source.name}"):
+            shutil.copytree(source, temporary)
         temporary.replace(folder)
     except OSError as error:
         raise BadInputError(f"cannot write {str(folder)!r}: {error.strerror}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(folder)
+    print_export(folder, int(source.name.rpartition("_")[2]), as_json=as_json)
     return EXIT_DONE
+
+
+def print_export(folder: Path, step: int | None, *, as_json: bool) -> None:
+    """Says where a checkpoint was put."""
+    print_json({"folder": str(folder), "step": step}) if as_json else print(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, duration, fail, print_json
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, duration, fail, print_json, waiting
 from nightshift.cli.progress import progress_for
 from nightshift.cli.view import RunView
 from nightshift.client import Client
@@ -32,7 +31,8 @@ def submit(
 ) -> int:
     """Sends a job with its files."""
     with Client(url) as client:
-        made = client.submit(job, overrides, priority=priority, project=project)
+        with waiting("submitting the job with its files"):
+            made = client.submit(job, overrides, priority=priority, project=project)
         if as_json:
             print_json(asdict(made))
         else:
@@ -144,35 +144,6 @@ def watch(url: str | None, name: str, *, as_json: bool) -> int:
     """Follows a job of a service."""
     with Client(url) as client:
         return watch_job(client, client.find(name).id, as_json=as_json)
-
-
-def read(url: str | None, what: str, name: str, *, as_json: bool, **values: Any) -> int:
-    """Prints what a job has done: ledger, report, rollouts, logs or a checkpoint's new folder."""
-    from nightshift.cli.rollouts import table
-
-    with Client(url) as client:
-        if what == "trace":
-            print_json(client.trace(name))
-            return EXIT_DONE
-        job_id = client.find(name).id
-        match what:
-            case "ledger":
-                found = client.ledger(job_id)
-                print_json(found) if as_json else print(json.dumps(found, indent=2))
-                return EXIT_DONE if found["balanced"] else EXIT_FAILED
-            case "report":
-                print_json(client.report(job_id))
-            case "rollouts":
-                limit = values.pop("limit")
-                query = {key: value for key, value in values.items() if value is not None}
-                rows = client.rollouts(job_id, limit=limit or 500, **query)
-                for line in map(json.dumps, rows) if as_json else table(rows):
-                    print(line)
-            case "logs":
-                print(client.logs(job_id, values["role"], values["lines"]), end="")
-            case "export":
-                print(client.export(job_id, values["folder"], values["step"]))
-    return EXIT_DONE
 
 
 def make_token(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json, waiting
 from nightshift.cli.runs import EVENTS, find_run
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import Event, read_events
@@ -40,12 +40,18 @@ def show_ledger(run: str, runs_dir: str, *, as_json: bool) -> int:
         BadInputError: there is no such run, or it has issued nothing yet.
     """
     folder = find_run(run, runs_dir)
-    ledger = newest_ledger(read_events(folder / EVENTS))
+    with waiting("reading the run's events"):
+        ledger = newest_ledger(read_events(folder / EVENTS))
     if ledger is None:
         raise BadInputError(f"the run {folder.name!r} has no ledger yet")
+    return print_ledger(folder.name, ledger, as_json=as_json)
+
+
+def print_ledger(run_id: str, ledger: dict[str, int], *, as_json: bool) -> int:
+    """Prints a ledger's figures. Returns 1 where they do not balance."""
     off = balance(ledger)
     if as_json:
-        print_json({"run_id": folder.name, **ledger, "balanced": off == 0})
+        print_json({"run_id": run_id, **ledger, "balanced": off == 0})
     else:
         print(f"issued            {ledger.get('issued', 0):>8}")
         for name in ENDS:

@@ -11,7 +11,7 @@ import typer
 
 from nightshift import __version__
 from nightshift.cli import completion, service
-from nightshift.cli.output import EXIT_FAILED, command
+from nightshift.cli.output import EXIT_FAILED, command, print_json, waiting
 
 app = typer.Typer(
     name="nightshift",
@@ -76,10 +76,10 @@ def trace(
     json: Json = False,
 ) -> int:
     """Show the timeline of one prompt group, from the prompt to the gradient."""
-    if _remote(url, None):
-        from nightshift.cli import jobs
+    if _remote(url, run):
+        from nightshift.cli import remote
 
-        return jobs.read(url, "trace", trace_id, as_json=json)
+        return remote.trace(url, trace_id, run, as_json=json)
 
     from nightshift.cli.trace import show_trace
 
@@ -98,9 +98,9 @@ def rollouts(
 ) -> int:
     """Show what was generated, with rewards, lengths and policy versions."""
     if _remote(url, run):
-        from nightshift.cli import jobs
+        from nightshift.cli import remote
 
-        return jobs.read(url, "rollouts", run, as_json=json, step=step, limit=limit)
+        return remote.rollouts(url, run, as_json=json, step=step, limit=limit)
 
     from nightshift.cli.rollouts import show_rollouts
 
@@ -129,16 +129,17 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines shown.")] = 200,
     runs_dir: RunsDir = "runs",
     url: Url = None,
+    json: Json = False,
 ) -> int:
     """Print the log of a role."""
     if _remote(url, run):
-        from nightshift.cli import jobs
+        from nightshift.cli import remote
 
-        return jobs.read(url, "logs", run, as_json=False, role=role, lines=lines)
+        return remote.logs(url, run, as_json=json, role=role, lines=lines)
 
     from nightshift.cli.logs import show_logs
 
-    return show_logs(run, runs_dir, role, lines)
+    return show_logs(run, runs_dir, role, lines, as_json=json)
 
 
 @app.command()
@@ -146,9 +147,9 @@ def logs(
 def ledger(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = False) -> int:
     """Show what became of every prompt group that was issued."""
     if _remote(url, run):
-        from nightshift.cli import jobs
+        from nightshift.cli import remote
 
-        return jobs.read(url, "ledger", run, as_json=json)
+        return remote.ledger(url, run, as_json=json)
 
     from nightshift.cli.ledger import show_ledger
 
@@ -169,9 +170,9 @@ def audit(run: Run, runs_dir: RunsDir = "runs", json: Json = False) -> int:
 def report(run: Run, runs_dir: RunsDir = "runs", url: Url = None, json: Json = False) -> int:
     """Compare a run's step time with the model's, show who was idle, and say what to change."""
     if _remote(url, run):
-        from nightshift.cli import jobs
+        from nightshift.cli import remote
 
-        return jobs.read(url, "report", run, as_json=json)
+        return remote.report(url, run, as_json=json)
 
     from nightshift.cli.report_command import show_report
 
@@ -200,16 +201,17 @@ def export(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; left out: the newest.")] = None,
     runs_dir: RunsDir = "runs",
     url: Url = None,
+    json: Json = False,
 ) -> int:
     """Copy a run's HF checkpoint."""
     if _remote(url, run):
-        from nightshift.cli import jobs
+        from nightshift.cli import remote
 
-        return jobs.read(url, "export", run, as_json=False, folder=folder, step=step)
+        return remote.export(url, run, as_json=json, folder=folder, step=step)
 
     from nightshift.cli.export import export_checkpoint
 
-    return export_checkpoint(run, runs_dir, folder, step)
+    return export_checkpoint(run, runs_dir, folder, step, as_json=json)
 
 
 @app.command()
@@ -239,11 +241,14 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="JSONL (or parquet) with chosen and rejected.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET.parquet", help="File to be made.")],
     prompt_key: Annotated[str, typer.Option(help="Column of the prompt.")] = "prompt",
+    json: Json = False,
 ) -> int:
     """Convert preference pairs to parquet: prompt as messages, chosen and rejected as texts."""
     from nightshift.data.convert import convert_preferences
 
-    print(f"{convert_preferences(source, target, prompt_key)} pairs in {target}")
+    with waiting("converting"):
+        pairs = convert_preferences(source, target, prompt_key)
+    print_json({"pairs": pairs, "file": str(target)}) if json else print(f"{pairs} pairs in {target}")
     return 0
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -36,6 +39,41 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         raise typer.Exit(code)
 
     return wrapper
+
+
+@contextmanager
+def waiting(what: str, *, after_s: float = 2.0) -> Iterator[None]:
+    """Within, says on a terminal what is under way and for how long, once that takes more than two seconds.
+
+    It goes to stderr, and its line is gone at the end. Nothing may be printed within.
+
+    Args:
+        what: what is done, as "reading the run".
+        after_s: seconds without a word.
+    """
+    stream = sys.stderr
+    if stream is None or not stream.isatty():
+        yield
+        return
+    done = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        width = 0
+        while not done.wait(1.0 if width else after_s):
+            text = f"{what}: {duration(time.monotonic() - began)}"
+            print(f"\r{text:<{width}}", end="", file=stream, flush=True)
+            width = max(width, len(text))
+        if width:
+            print(f"\r{'':<{width}}\r", end="", file=stream, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def fail(error: NightshiftError | str) -> None:

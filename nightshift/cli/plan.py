@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nightshift.cli.estimate import ModelShape, estimate, kv_tokens, read_shape
-from nightshift.cli.output import EXIT_DONE, mib, print_json
+from nightshift.cli.output import EXIT_DONE, mib, print_json, waiting
 from nightshift.compat.loading import load_any
 from nightshift.config import JobSpec
 from nightshift.config.files import is_remote
@@ -38,7 +38,8 @@ def plan_job(job: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         BadInputError: as :func:`nightshift.config.load.load_job`, or the data is wrong.
     """
     spec = load_any(job, overrides)
-    plan = make_plan(spec)
+    with waiting("measuring the prompts"):
+        plan = make_plan(spec)
     if as_json:
         print_json(plan)
     else:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, print_json, waiting
 from nightshift.cli.runs import find_run
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.schedule import read_schedule
@@ -34,7 +34,8 @@ def show_replay(run: str, runs_dir: str, *, step: int, as_json: bool) -> int:
         raise BadInputError(f"the run has no step {step} in its schedule (it has {made})", fix="Choose one of them")
     if not as_json:
         print(f"making step {step} of {folder.name} again", flush=True)
-    found = _ask(folder, step)
+    with waiting("replaying"):
+        found = _ask(folder, step)
     if as_json:
         print_json(found)
     else:

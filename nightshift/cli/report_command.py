@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from nightshift.analysis.recording import load
 from nightshift.analysis.report import Predicted, Report, report
-from nightshift.cli.output import EXIT_DONE, print_json
+from nightshift.cli.output import EXIT_DONE, print_json, waiting
 from nightshift.cli.runs import find_run
 
 _STAGES = {
@@ -29,7 +29,14 @@ def show_report(run: str, runs_dir: str, *, as_json: bool) -> int:
     Raises:
         BadInputError: there is no such run, or a file of it cannot be read.
     """
-    found = report(load(find_run(run, runs_dir)))
+    folder = find_run(run, runs_dir)
+    with waiting("drawing up the report"):
+        found = report(load(folder))
+    return print_report(found, as_json=as_json)
+
+
+def print_report(found: Report, *, as_json: bool) -> int:
+    """Prints a report."""
     if as_json:
         print_json(asdict(found))
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nightshift.cli.output import EXIT_DONE, print_json
+from nightshift.cli.output import EXIT_DONE, print_json, waiting
 from nightshift.cli.runs import find_run
 from nightshift.wire.errors import BadInputError
 
@@ -58,17 +58,23 @@ def show_rollouts(run: str, runs_dir: str, *, step: int | None, limit: int, as_j
         BadInputError: there is no such run, or it stored none (of that step).
     """
     folder = find_run(run, runs_dir)
-    rows = read_rollouts(folder / "rollouts", step, limit)
+    with waiting("reading the rollouts"):
+        rows = read_rollouts(folder / "rollouts", step, limit)
     if not rows:
         what = f"of step {step}" if step is not None else "yet"
         raise BadInputError(f"the run {folder.name!r} has stored no rollouts {what}")
+    print_rollouts(rows, as_json=as_json)
+    return EXIT_DONE
+
+
+def print_rollouts(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    """Prints samples."""
     if as_json:
         for row in rows:
             print_json(row)
     else:
         for line in table(rows):
             print(line)
-    return EXIT_DONE
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

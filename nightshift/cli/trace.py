@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nightshift.cli.output import EXIT_DONE, duration, print_json
+from nightshift.cli.output import EXIT_DONE, duration, print_json, waiting
 from nightshift.cli.runs import EVENTS, find_run, list_runs
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import Event, read_events
@@ -122,24 +122,26 @@ def show_trace(trace_id: str, run: str | None, runs_dir: str, *, as_json: bool) 
     """
     folders = [find_run(run, runs_dir)] if run is not None else list_runs(Path(runs_dir))
     for folder in folders:
-        events = read_events(folder / EVENTS)
-        found = find_trace(events, trace_id)
+        with waiting(f"looking through {folder.name}"):
+            events = read_events(folder / EVENTS)
+            found = find_trace(events, trace_id)
         if len(found) > 1:
             raise BadInputError(
                 f"{trace_id!r} fits {len(found)} traces of the run {folder.name!r}: {', '.join(found[:5])}"
             )
         if found:
-            _print(folder, found[0], timeline(events, found[0]), as_json=as_json)
+            print_trace(folder.name, found[0], timeline(events, found[0]), as_json=as_json)
             return EXIT_DONE
     where = f"the run {run!r}" if run is not None else f"any run below {runs_dir!r}"
     raise BadInputError(f"there is no trace {trace_id!r} in {where}", fix="`nightshift rollouts RUN` shows trace ids")
 
 
-def _print(folder: Path, trace_id: str, entries: list[Entry], *, as_json: bool) -> None:
+def print_trace(run_id: str, trace_id: str, entries: Sequence[Entry], *, as_json: bool) -> None:
+    """Prints the timeline of a trace."""
     if as_json:
-        print_json({"run_id": folder.name, "trace_id": trace_id, "entries": [asdict(entry) for entry in entries]})
+        print_json({"run_id": run_id, "trace_id": trace_id, "entries": [asdict(entry) for entry in entries]})
         return
-    print(f"trace {trace_id} of {folder.name}")
+    print(f"trace {trace_id} of {run_id}")
     for line in lines_of(entries):
         print(line)
 

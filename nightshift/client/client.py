@@ -274,16 +274,26 @@ class Client:
         found: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/report").json()
         return found
 
-    def trace(self, trace_id: str) -> dict[str, Any]:
-        """The timeline of one prompt group."""
-        found: dict[str, Any] = self._ask("GET", f"/v1/traces/{trace_id}").json()
+    def trace(self, trace_id: str, job_id: str | None = None) -> dict[str, Any]:
+        """The timeline of one prompt group.
+
+        Args:
+            trace_id: or its beginning, of at least 8 digits.
+            job_id: where to look; None: in the newest jobs.
+        """
+        params = {"job": job_id} if job_id is not None else {}
+        found: dict[str, Any] = self._ask("GET", f"/v1/traces/{trace_id}", params=params).json()
         return found
+
+    def log_files(self, job_id: str) -> dict[str, int]:
+        """Bytes of each log that there is, by its role."""
+        found = self._ask("GET", f"/v1/jobs/{job_id}/logs").json()["logs"]
+        return {item["role"]: item["bytes"] for item in found}
 
     def logs(self, job_id: str, role: str | None = None, lines: int = 200) -> str:
         """The end of a role's log; without a role, which logs there are."""
         if role is None:
-            found = self._ask("GET", f"/v1/jobs/{job_id}/logs").json()["logs"]
-            return "".join(f"{item['role']:<24} {item['bytes']:>12} bytes\n" for item in found)
+            return "".join(f"{log:<24} {size:>12} bytes\n" for log, size in self.log_files(job_id).items())
         return self._ask("GET", f"/v1/jobs/{job_id}/logs/{role}", params={"lines": lines}).text
 
     def checkpoints(self, job_id: str) -> list[Checkpoint]:

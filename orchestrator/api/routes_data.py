@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from nightshift.analysis.recording import load
 from nightshift.analysis.report import report as make_report
 from nightshift.cli.runs import EVENTS
-from nightshift.cli.trace import timeline
+from nightshift.cli.trace import find_trace, timeline
 from nightshift.wire.events import plain, read_events
 from orchestrator.api import readers
 from orchestrator.api.models import (
@@ -38,6 +39,7 @@ from orchestrator.api.strict import strict_router
 
 router = strict_router(prefix="/v1", tags=["results"])
 Step = Annotated[int, InPath(ge=0, le=2**31)]
+_TRACE_ID = r"^[0-9a-f]{8,32}$"
 #: Most of the newest jobs that are searched for a trace.
 _TRACED_JOBS = 200
 _ROLLOUT_SORTS = Literal[
@@ -242,18 +244,25 @@ def report(service: ServiceDep, caller: Reader, job_id: JobId) -> dict[str, Any]
 def trace(
     service: ServiceDep,
     caller: Reader,
-    trace_id: Annotated[str, InPath(pattern=r"^[0-9a-f]{32}$")],
+    trace_id: Annotated[str, InPath(pattern=_TRACE_ID, description="Or its beginning, where no other has it.")],
     job: Annotated[str | None, Query(max_length=128, description="Where to look; else in the newest jobs.")] = None,
 ) -> Trace:
     """The timeline of one prompt group, from the prompt to the gradient."""
+    if not re.fullmatch(_TRACE_ID, trace_id):
+        raise ProblemError(404, f"{trace_id[:40]!r} is no trace id: 32 hexadecimal digits, or at least the first 8")
     for record in _candidates(service, caller, job):
         path = Path(record.run_dir) / EVENTS
         if not readers.mentions(path, trace_id.encode()):
             continue
-        entries = timeline(read_events(path), trace_id)
+        found = read_events(path)
+        if len(whole := find_trace(found, trace_id)) > 1:
+            detail = f"{trace_id!r} fits {len(whole)} traces of job {record.id}: {', '.join(whole[:5])}"
+            raise ProblemError(422, detail, errors=[("trace_id", "must fit one trace")])
+        # Where no span is its own, some of another trace may link to it.
+        entries = timeline(found, known := (whole or [trace_id])[0])
         if entries:
             made = [TraceEntry(**plain(asdict(entry))) for entry in entries]
-            return Trace(trace_id=trace_id, job=record.id, entries=made)
+            return Trace(trace_id=known, job=record.id, entries=made)
     raise ProblemError(404, f"no job that this token may see knows the trace {trace_id}")
 
 

@@ -122,6 +122,20 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert json.loads(up.cli("ledger", job_id, "--json"))["balanced"]
         assert "answer 3" in up.cli("rollouts", job_id, "--step", "1")
         assert up.cli("export", job_id, str(tmp_path / "out")).strip() == str(tmp_path / "out")
+        folder = str(up.folder / "runs" / job_id)  # read where it lies, it says the same
+        trace = json.loads(up.cli("rollouts", job_id, "--step", "1", "--json").splitlines()[0])["trace_id"]
+        for as_json in ([], ["--json"]):
+            assert up.cli("report", job_id, *as_json) == up.cli("report", folder, *as_json)
+            told = up.cli("trace", trace, *as_json, "--run", folder)
+            assert up.cli("trace", trace, *as_json) == up.cli("trace", trace, *as_json, "--run", job_id) == told
+        assert "fits 2 traces" in up.cli("trace", trace[:8], code=2)
+        assert up.cli("ledger", job_id).splitlines()[-1] == "balanced"
+        assert up.cli("rollouts", job_id, "--step", "1") == up.cli("rollouts", folder, "--step", "1")
+        exported = json.loads(up.cli("export", job_id, str(tmp_path / "other"), "--json"))
+        assert exported == {"folder": str(tmp_path / "other"), "step": 2}
+        logs = [json.loads(line)["role"] for line in up.cli("logs", job_id, "--json").splitlines()]
+        assert "job" in logs
+        assert {json.loads(line)["role"] for line in up.cli("logs", job_id, "job", "--json").splitlines()} <= {"job"}
         assert "job" in up.cli("logs", job_id)
         assert "succeeded" in up.cli("pause", job_id, code=2)
         assert "there is no job" in up.cli("show", "nosuch", code=2)
