@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ HEAD = "0003"
 _LOCK = 0x6E6967687473
 #: Connections that are kept, and more for a moment: together as many as the service has threads (40) and its own.
 _POOL, _OVERFLOW = 15, 30
+#: For which SQLite waits for another process's write lock, in milliseconds, and a writer for its turn, in seconds.
+_BUSY_MS, _TURN_S = 10_000, 60.0
+_TURN = "nightshift.turn"
 
 
 def connect(url: str) -> Engine:
     """An engine for a SQLAlchemy database URL, with the schema brought up to date.
 
     Transactions that are begun with ``engine.execution_options(write=True)`` take SQLite's write lock at once, so that
-    two of them wait for each other instead of one failing.
+    two of them wait for each other instead of one failing. Those of one process take turns before they ask for it:
+    SQLite has no queue, and of hundreds that try again and again some would never get it in time.
 
     Raises:
         BadInputError: the URL is none, or names a driver that is not installed.
@@ -39,7 +44,10 @@ def connect(url: str) -> Engine:
         ) from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _durable_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+        turns = _Turns()
+        event.listen(engine, "begin", turns.begin)
+        for over in ("checkin", "invalidate"):  # the connection goes back: what it had begun is committed, or is not
+            event.listen(engine, over, turns.end)
     migrate(engine)
     return engine
 
@@ -93,12 +101,35 @@ def _stamp(connection: Connection, revision: str) -> None:
 def _durable_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # transactions begin where we say, not where the driver guesses
     cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout=10000")
+    cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    immediate = connection.get_execution_options().get("write")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+class _Turns:
+    """One writing transaction of this process at a time; the database's own lock is between processes."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def begin(self, connection: Connection) -> None:
+        """Begins a transaction; a writing one waits for its turn."""
+        if not connection.get_execution_options().get("write"):
+            connection.exec_driver_sql("BEGIN")
+            return
+        # Where its turn does not come, it asks SQLite itself, which says that the database is locked.
+        connection.info[_TURN] = self._turn.acquire(timeout=_TURN_S)
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        except BaseException:
+            self._release(connection.info)
+            raise
+
+    def end(self, _connection: Any, record: Any, *_error: Any) -> None:
+        """Lets the next one have its turn."""
+        self._release(record.info)
+
+    def _release(self, info: Any) -> None:
+        if info.pop(_TURN, False):
+            self._turn.release()
