@@ -3,12 +3,16 @@ VENV ?= .venv
 PYTHON ?= python3.11
 PIP_ARGS ?= $(NIGHTSHIFT_PIP_ARGS)
 PYTEST_ARGS ?=
+# Processes that share the unit and contract tests, file by file: auto is one a core, 0 is pytest's own alone.
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 LOCKS := requirements/cpu.txt requirements/cpu-hashed.txt pyproject.toml scripts/setup.sh
 RUN_STAMP := $(VENV)/.nightshift-cpu
 DEV_STAMP := $(VENV)/.nightshift-dev
 DEMO := examples/first_run
+# The contract tests first, in their order: they hold the long files, and the many short ones fill the gaps at the end.
+UNIT := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/contract tests/unit
 SETUP := PYTHON="$(PYTHON)" NIGHTSHIFT_PIP_ARGS="$(PIP_ARGS)" bash scripts/setup.sh "$(VENV)"
 
 export HF_HUB_OFFLINE ?= 1
@@ -41,11 +45,11 @@ harder: data ## the second task, unfinished after as many steps
 	$(BIN)/nightshift run $(DEMO)/harder.yaml
 
 test: $(DEV_STAMP) ## all tests: unit and contract, then the real parts
-	$(BIN)/python -m pytest tests/unit tests/contract $(PYTEST_ARGS)
+	$(UNIT) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
 
-test-unit: $(DEV_STAMP) ## the tests that need no real parts: seconds
-	$(BIN)/python -m pytest tests/unit tests/contract $(PYTEST_ARGS)
+test-unit: $(DEV_STAMP) ## the tests that need no real parts: minutes
+	$(UNIT) $(PYTEST_ARGS)
 
 test-integration: $(DEV_STAMP) ## the tests on the real vLLM, Ray Serve and DeepSpeed
 	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)

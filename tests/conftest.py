@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from nightshift.data import Tokenizer
 from tests.fixtures.rows import ROWS_D, write_parquet
 from tests.fixtures.tokenizer_k import write_folder
 
-# A deadline per example would make every property test a timed test.
-settings.register_profile("nightshift", deadline=None)
+# A deadline per example, or for the making of examples, would make every property test a timed test.
+settings.register_profile("nightshift", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # CI checks a change, so its examples are the same each time; new ones are looked for where a person can act on them.
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("ci", settings.get_profile("nightshift"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "nightshift")
 
 

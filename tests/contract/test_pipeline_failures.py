@@ -82,7 +82,7 @@ async def test_o38a_a_run_in_which_every_request_is_refused_ends_soon(tmp_path: 
         run.engine.faults.plan("400", times=None)
         began = time.monotonic()
         assert await run.run() == 1
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert "[rollout] group g0000000 has no usable sample" in run.error()
         assert "planned 400" in run.error()
 

@@ -178,7 +178,7 @@ async def test_an_interrupt_ends_the_runner_with_130(tmp_path: Path) -> None:
         process = await run.spawn()
         await run.until(lambda: len(run.updates) >= 2, "two updates")
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 20) == 130
+        assert await asyncio.wait_for(process.wait(), 60) == 130
         assert run.trainer.saves
         assert await run.run(resume=True) == 0, run.error()
         audit(run, steps=20, staleness=1)

@@ -97,7 +97,7 @@ async def test_o40_a_failing_push_ends_the_run_and_the_next_start_works(tmp_path
         fault = run.engine.route_faults.plan("500", phase, times=None, skip=2)
         began = time.monotonic()
         assert await run.run() == 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert f"[rollout] rollout-0 answered {phase}" in run.error()
         assert "with 500" in run.error()
         assert len(run.updates) == 2  # the push of step 2 failed: nothing was trained on older weights

@@ -16,12 +16,13 @@ from tests.fixtures import quickstart
 def test_the_commands_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
     folder = tmp_path / "repository"
     job = quickstart.repository(folder) / "job.yaml"
-    # Slow enough for the steps between which the page acts.
     job.write_text(
-        re.sub(r"^rollout:.*\n", "rollout:\n  request_timeout_s: 1.5\n", job.read_text(), flags=re.MULTILINE)
+        re.sub(r"^rollout:.*\n", "rollout:\n  request_timeout_s: 0.05\n", job.read_text(), flags=re.MULTILINE)
     )
     with Up(tmp_path / "data") as up:
-        environment = {**up.environment, "NIGHTSHIFT_URL": up.url, "PATH": quickstart.tools(tmp_path / "bin")}
+        (up.folder / "hold").write_text("6")  # what the page does to the running job, it does there
+        path = quickstart.tools(tmp_path / "bin", f'[ "$1" != resume ] || rm {up.folder / "hold"}')
+        environment = {**up.environment, "NIGHTSHIFT_URL": up.url, "PATH": path}
         said = quickstart.bash(quickstart.script(up.folder, up.url), folder, environment, 400)
         with up.client() as client:
             (made,) = client.jobs()

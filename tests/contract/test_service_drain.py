@@ -33,7 +33,8 @@ def runs(pid: str) -> bool:
 def test_a_rolling_upgrade_loses_no_job(tmp_path: Path) -> None:
     """Start, submit, SIGTERM, start again: what ran goes on behind its checkpoint, what waited gets its turn."""
     with Up(tmp_path / "data", "--at-once", "2", "--drain-seconds", "90") as up, up.client() as client:
-        job = load_job(write_job(tmp_path / "mine", steps=60, step_s=0.1), check_files=False)
+        job = load_job(write_job(tmp_path / "mine", steps=12, step_s=0.05), check_files=False)
+        (up.folder / "hold").write_text("2")
         ids = [client.submit(job, idempotency_key=str(at)).id for at in range(3)]
         deadline = time.monotonic() + SECONDS
         while sum(found.step > 1 for found in client.jobs()) < 2:
@@ -42,6 +43,7 @@ def test_a_rolling_upgrade_loses_no_job(tmp_path: Path) -> None:
         assert up.process is not None
         up.process.send_signal(signal.SIGTERM)
         up.process.wait(SECONDS)
+        (up.folder / "hold").unlink()
         first = {job_id: starts_of(up, job_id) for job_id in ids}
         assert sorted(len(starts) for starts in first.values()) == [0, 1, 1], "nothing is started any more"
         assert not any(runs(starts[0][0]) for starts in first.values() if starts), "no job outlives a drained service"
@@ -50,11 +52,11 @@ def test_a_rolling_upgrade_loses_no_job(tmp_path: Path) -> None:
             assert {found.id for found in again.jobs()} == set(ids)
             for job_id in ids:
                 done = again.wait(job_id, SECONDS)
-                assert (done.state, done.step) == ("succeeded", 60)
+                assert (done.state, done.step) == ("succeeded", 12)
                 ledger = again.ledger(job_id)
-                assert (ledger["issued"], ledger["trained"], ledger["balanced"]) == (60, 60, True)
+                assert (ledger["issued"], ledger["trained"], ledger["balanced"]) == (12, 12, True)
                 steps = [event.data["step"] for event in again.events(job_id) if event.kind == "step"]
-                assert steps == list(range(1, 61)), "each step is made once"
+                assert steps == list(range(1, 13)), "each step is made once"
         for job_id, starts in first.items():
             now = starts_of(up, job_id)
             assert len(now) == (2 if starts else 1)
@@ -65,7 +67,8 @@ def test_a_rolling_upgrade_loses_no_job(tmp_path: Path) -> None:
 
 def test_while_it_drains_it_answers_and_says_that_it_is_about_to_end(tmp_path: Path) -> None:
     with Up(tmp_path / "data", "--drain-seconds", "90") as up, up.client() as client:
-        job = load_job(write_job(tmp_path / "mine", steps=2, step_s=10.0), check_files=False)
+        job = load_job(write_job(tmp_path / "mine", steps=2), check_files=False)
+        (up.folder / "hold").write_text("1 firmly")
         job_id = client.submit(job).id
         up.wait(client, job_id, "running")
         assert httpx.get(f"{up.url}/readyz", trust_env=False).status_code == 200
@@ -77,6 +80,7 @@ def test_while_it_drains_it_answers_and_says_that_it_is_about_to_end(tmp_path: P
         assert answer.status_code == 503
         assert "about to end" in answer.text
         late = client.submit(job, idempotency_key="late").id
+        (up.folder / "hold").unlink()
         up.process.wait(SECONDS)
         up.start()
         with up.client() as again:
@@ -87,7 +91,8 @@ def test_while_it_drains_it_answers_and_says_that_it_is_about_to_end(tmp_path: P
 @pytest.mark.parametrize("arguments", [["--drain-seconds", "90"], []])
 def test_a_second_signal_ends_it_at_once_and_without_draining_jobs_go_on(tmp_path: Path, arguments: list[str]) -> None:
     with Up(tmp_path / "data", *arguments) as up, up.client() as client:
-        job = load_job(write_job(tmp_path / "mine", steps=4, step_s=2.0), check_files=False)
+        job = load_job(write_job(tmp_path / "mine", steps=4), check_files=False)
+        (up.folder / "hold").write_text("1 firmly")
         job_id = client.submit(job).id
         up.wait(client, job_id, "running")
         (start,) = starts_of(up, job_id)
@@ -101,6 +106,7 @@ def test_a_second_signal_ends_it_at_once_and_without_draining_jobs_go_on(tmp_pat
         up.process.wait(SECONDS)
         if not arguments:
             assert runs(start[0])
+        (up.folder / "hold").unlink()
         up.start()
         with up.client() as again:
             assert again.wait(job_id, SECONDS).state == "succeeded"

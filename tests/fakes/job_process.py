@@ -1,7 +1,8 @@
 """Plays ``nightshift run JOB --resume FOLDER --json`` for tests of the job service: steps, checkpoints, signals.
 
 Its job file says what it does: ``trainer.total_steps`` steps of ``rollout.request_timeout_s`` seconds each;
-``algorithm.gamma`` below 0.5 makes it fail after its first step. It takes the place of the services and the runner
+``algorithm.gamma`` below 0.5 makes it fail after its first step. A file ``hold`` in the service's data folder holds all
+its jobs at the step that it names (:func:`held`), so that a test acts at a known step on any machine. It takes the place of the services and the runner
 alone; the ledger is written through the real store, with its fence.
 """
 
@@ -50,6 +51,16 @@ def written(work: Callable[[], Any]) -> Any:
             time.sleep(0.2)
 
 
+def held(data_dir: Path, step: int, asked: bool) -> bool:
+    """Whether a job that has made ``step`` steps waits: at the step in the file ``hold``, until the file goes or until
+    the job is asked to end; "3 firmly" holds it then too."""
+    try:
+        at, *firmly = (data_dir / "hold").read_text().split()
+    except FileNotFoundError:
+        return False
+    return step >= int(at) and (bool(firmly) or not asked)
+
+
 def main() -> int:
     """Runs to the end; the exit code of the command line."""
     folder = Path(sys.argv[1])
@@ -69,6 +80,8 @@ def main() -> int:
         events.append("job", state="running", steps=steps, step=step)
         while step < steps and not asked:
             time.sleep(spec.rollout.request_timeout_s)
+            while held(folder.parents[1], step, bool(asked)):
+                time.sleep(0.02)
             if spec.algorithm.gamma < 0.5:
                 events.append("job", state="failed", error="[reward] it went wrong. Mend it", role="reward")
                 return 1

@@ -74,7 +74,7 @@ class Api:
         made: dict[str, Any] = response.json()
         return made
 
-    async def wait(self, job_id: str, *states: str, limit_s: float = 30.0) -> dict[str, Any]:
+    async def wait(self, job_id: str, *states: str, limit_s: float = 90.0) -> dict[str, Any]:
         """Waits for a job to be in one of the states."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -84,7 +84,7 @@ class Api:
             assert time.monotonic() < deadline, f"waited {limit_s} s for {states}: {found}"
             await asyncio.sleep(0.03)
 
-    async def wait_step(self, job_id: str, step: int, limit_s: float = 30.0) -> None:
+    async def wait_step(self, job_id: str, step: int, limit_s: float = 90.0) -> None:
         """Waits for a job to have made so many steps."""
         deadline = time.monotonic() + limit_s
         while (await self.http.get(f"/v1/jobs/{job_id}")).json()["step"] < step:

@@ -144,7 +144,7 @@ def test_all_roles_come_up_a_dead_server_comes_back_and_nothing_is_left(agent):
 
     os.kill(services["rollout"][0]["pid"], signal.SIGKILL)
     run.until("rollout", "ready", times=2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while run.services["rollout"][0]["incarnation"] == services["rollout"][0]["incarnation"]:
         assert time.monotonic() < deadline, "the address was not replaced"
         time.sleep(0.1)
@@ -168,7 +168,7 @@ def test_a_killed_trainer_is_started_again(agent):
     os.kill(ranks[0], signal.SIGKILL)
     run.until("trainer", "restarting")
     run.until("trainer", "ready", times=2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while run.services["trainer"] in (None, before):
         assert time.monotonic() < deadline, "no new address"
         time.sleep(0.1)

@@ -1,14 +1,13 @@
-"""Runs that are interrupted, whose roles die, or that cannot start: a clear word each time, and nothing left behind."""
+"""Runs that are interrupted, or that cannot start: a clear word each time, and nothing left behind.
+
+Roles that are killed: test_kills.py.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.fixtures.tiny_model import build_tiny_model
@@ -23,30 +22,6 @@ ASYNC = {"max_staleness": 1, "deterministic": False}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def kill(running: Running, needle: str) -> int:
-    """kill -9 of the process of this run whose command line holds ``needle``."""
-    for process in psutil.Process(running.process.pid).children(recursive=True):
-        try:
-            if needle in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
-                return process.pid
-        except psutil.NoSuchProcess:
-            continue
-    raise AssertionError(f"no process of the run has {needle!r} in its command line")
-
-
-def steps_after(running: Running, moment: float, count: int = 2) -> None:
-    """Waits for steps that were made after ``moment``."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        made = [e for e in running.events() if e["kind"] == "step" and e["time"] > moment]
-        if len(made) >= count:
-            return
-        assert running.process.poll() is None, "the run ended"
-        time.sleep(0.3)
-    raise AssertionError("no step was made any more")
 
 
 def balanced(finished: Finished) -> None:
@@ -73,32 +48,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on_from_it(model: Path, tmp
     balanced(again)
     assert [event["step"] for event in again.of_kind("step")] == list(range(1, step + 3))
     assert {event["step"] for event in again.of_kind("checkpoint")} >= {step, step + 2}
-
-
-def test_roles_that_die_delay_the_run_and_do_not_end_it(model: Path, tmp_path: Path) -> None:
-    running = Running(write_job(tmp_path, model, trainer=LONG | {"save_freq": 5}, pipeline=ASYNC))
-    running.wait_for("step", step=2)
-    for role, needle in (
-        ("rollout", "VLLM::EngineCore"),
-        ("reference", "ServeReplica:reference"),
-        ("reward", "ServeReplica:reward"),
-        ("trainer", "RankActor"),
-        ("orchestrator", "orchestrator.runner"),
-    ):
-        moment = time.time()
-        kill(running, needle)
-        steps_after(running, moment)
-        if role in ("rollout", "trainer", "orchestrator"):
-            named = [e for e in running.events() if e["kind"] == "role" and e["role"] == role and e["time"] > moment]
-            expected = {"restarting"} if role == "orchestrator" else {"restarting", "ready"}
-            assert expected <= {event["state"] for event in named}
-    lineages = [event["lineage"] for event in running.events() if event["kind"] == "job" and "lineage" in event]
-    assert lineages == [0, 1, 2]
-    running.interrupt()
-    ended = running.finish()
-    assert ended.code == 130, ended.output
-    balanced(ended)
-    assert leftovers(ended.folder.name) == []
 
 
 def test_a_taken_port_is_named_before_anything_starts(model: Path, tmp_path: Path) -> None:

@@ -30,6 +30,12 @@ def test_killing_each_process_changes_no_bit(tmp_path: Path) -> None:
     job = write_chaos_job(tmp_path / "killed", model, **settings)
     outcome, killed = Matrix(job, STEPS, seed, pace_s=0.1, limit_s=900.0).run(order)
     assert [one.victim for one in outcome.kills] == order
+    said = {(event["role"], event["state"]) for event in killed.of_kind("role")}
+    assert {(role, state) for role in ("rollout", "trainer") for state in ("restarting", "ready")} <= said
+    assert ("orchestrator", "restarting") in said
+    lineages = [event["lineage"] for event in killed.of_kind("job") if "lineage" in event]
+    assert lineages == list(range(len(lineages)))
+    assert len(lineages) >= 3, "a killed rank and a killed orchestrator each begin another one"
     before, after = load_file(calm.weights(STEPS)), load_file(killed.weights(STEPS))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,10 +1,9 @@
-import socket
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nightshift.config import JobSpec
+from services.rollout.launch import free_port
 from tests.fixtures.ray_cluster import ray_cluster
 
 VOCAB, POSITIONS = 97, 48
@@ -38,9 +37,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()  # below those that the kernel gives to clients meanwhile, Ray's own among them
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ async def test_user_code_runs_in_a_worker_and_never_in_the_replica(caller):
 async def test_o35_a_hanging_sample_is_unscored_and_the_others_are_not(caller):
     began = time.monotonic()
     results, _ = await caller.score("reward-exact_match", rewards_of("yes", "hang", "no", "text"))
-    assert time.monotonic() - began < 1.0 + 5
+    assert time.monotonic() - began < 60, "what sleeps for an hour held up the batch"
     assert [result["score"] for result in results] == [1.0, None, 0.0, None]
     assert [result["error_type"] for result in results] == ["", "timeout", "", "type"]
 

@@ -32,7 +32,7 @@ def test_a_reward_that_cannot_be_used_is_refused_before_serve_starts(cluster, po
     with pytest.raises(BadInputError) as caught:
         deploy.deploy(make_spec({"function": f"{reward}:score"}), port, None, "run")
     assert sentence(caught).startswith(f"[reward] {reward} cannot be imported: ModuleNotFoundError")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "Serve was started for it"
     assert not serve.status().applications
 
 

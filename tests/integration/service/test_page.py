@@ -115,7 +115,9 @@ def test_every_view_of_a_live_job(page: Any, up: Up, live: str) -> None:
     page.get_by_role("link", name=live).click()
     page.locator("figure svg polyline").first.wait_for()
     before = page.locator("figure").first.inner_text()
-    page.wait_for_function("before => document.querySelector('figure').innerText !== before", arg=before, timeout=20000)
+    page.wait_for_function(
+        "before => document.querySelector('figure').innerText !== before", arg=before, timeout=60_000
+    )
     fits(page)
     shot(page, "overview")
     expected = {
@@ -131,7 +133,7 @@ def test_every_view_of_a_live_job(page: Any, up: Up, live: str) -> None:
     }
     for name, selector in expected.items():
         page.get_by_role("navigation").get_by_role("link", name=name).click()
-        page.locator(f"main {selector}").first.wait_for(timeout=20000)
+        page.locator(f"main {selector}").first.wait_for(timeout=60_000)
         fits(page)
         shot(page, name)
 

@@ -345,9 +345,9 @@ def test_a_killed_rank_is_named_within_seconds(begin: Start) -> None:
     with begin(ranks=2) as client:
         client.update(1, batch())
         os.kill(client.handle.pids[1], signal.SIGKILL)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while client.handle.alive():
-            assert time.monotonic() < deadline, "waited 20 s for the death of rank 1 to be noticed"
+            assert time.monotonic() < deadline, "waited 60 s for the death of rank 1 to be noticed"
             time.sleep(0.1)
         assert "rank 1" in client.handle.failure()
         code, said = refused(lambda: client.update(2, batch()))
@@ -380,8 +380,8 @@ def test_a_stopped_trainer_leaves_no_process_and_no_shared_memory(begin: Start) 
     with begin() as client:
         pids = client.handle.pids
         client.update(1, batch())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"waited 20 s for processes {pids} to end"
+        assert time.monotonic() < deadline, f"waited 60 s for processes {pids} to end"
         time.sleep(0.1)
     assert not list(Path("/dev/shm").glob("deepspeed*"))

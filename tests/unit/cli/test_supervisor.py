@@ -43,7 +43,7 @@ from pathlib import Path
 from nightshift.wire.events import EventLog
 run_dir = Path({run_dir!r})
 events = EventLog(run_dir / "events.jsonl", run_dir.name)
-def until(path, seconds=30):
+def until(path, seconds=60):
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -79,7 +79,7 @@ class Fake:
         assert (self.folder / "result.json").exists(), out
         return {**json.loads((self.folder / "result.json").read_text()), "out": out}
 
-    def wait_for(self, name: str, seconds: float = 30) -> None:
+    def wait_for(self, name: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not (self.folder / name).exists():
             assert time.monotonic() < end, f"{name} never appeared"
@@ -301,7 +301,7 @@ def test_children_end_when_the_command_is_killed(play: Callable[..., Fake]) -> N
     fake.wait_for("stepping")
     fake.driver.kill()
     fake.wait_for("agent-ended")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while fake.left() and time.monotonic() < end:
         time.sleep(0.05)
     assert fake.left() == []

@@ -105,7 +105,7 @@ def test_following_sees_everything_written_before_the_stop(tmp_path: Path) -> No
         for step in range(20):
             log.append("step", step=step)
         stop.set()
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert seen == list(range(20))
 
 

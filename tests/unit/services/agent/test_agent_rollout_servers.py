@@ -60,7 +60,7 @@ class Scene:
 
     def start(self, now):
         """Ticks at one moment until all are ready."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self.roles.ready:
             self.roles.tick(now)
             assert time.monotonic() < deadline
@@ -68,7 +68,7 @@ class Scene:
 
     def let_fail(self, server, now):
         """Ticks until the server has ended for good, and gives the time then."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.name in [entry["name"] for entry in self.roles.entries()]:
             self.roles.tick(now)
             now += 5.0

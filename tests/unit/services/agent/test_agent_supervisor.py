@@ -16,7 +16,7 @@ from services.rollout.keeper import descendants
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = Path(__file__).with_name("fake_agent.py")
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Agent:
