@@ -2,8 +2,8 @@
 
 Its job file says what it does: ``trainer.total_steps`` steps of ``rollout.request_timeout_s`` seconds each;
 ``algorithm.gamma`` below 0.5 makes it fail after its first step. A file ``hold`` in the service's data folder holds all
-its jobs at the step that it names (:func:`held`), so that a test acts at a known step on any machine. It takes the place
-of the services and the runner alone; the ledger is written through the real store, with its fence.
+its jobs at the step that it names (:func:`held`), so that a test acts at a known step on any machine. It takes the
+place of the services and the runner alone; the ledger is written through the real store, with its fence.
 """
 
 from __future__ import annotations
