@@ -169,7 +169,7 @@ class FakeRun:
     # Running ----------------------------------------------------------------------------------------------------------
 
     async def run(
-        self, *, resume: bool = False, watch: Callable[[Job], Any] | None = None, limit_s: float = 30.0
+        self, *, resume: bool = False, watch: Callable[[Job], Any] | None = None, limit_s: float = 180.0
     ) -> int:
         """Runs the job in this process, with the coroutine function ``watch`` beside it; returns the exit code."""
         job = Job(self.run_dir, 0)
