@@ -146,7 +146,7 @@ class Matrix:
         while time.monotonic() < moment:
             self._set_pace(self._pace_s if self._furthest(running) < budget else 5 * self._pace_s)
             time.sleep(min(0.5, max(0.0, moment - time.monotonic())))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (pids := find(running.process.pid, victim)):
             assert time.monotonic() < deadline, f"no process of the run is the {victim.name}"
             time.sleep(0.2)

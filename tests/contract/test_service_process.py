@@ -49,7 +49,7 @@ def test_a_job_from_a_folder_that_the_service_cannot_see(tmp_path: Path) -> None
         for path in (tmp_path / "mine").iterdir():
             path.unlink()
         assert (made.state, made.priority, made.submitter) == ("queued", 3, "admin")
-        done = client.wait(made.id, 30)
+        done = client.wait(made.id, 120)
         assert (done.state, done.step) == ("succeeded", 4)
         assert done.spec is not None
         assert done.spec["data"]["train_files"][0].startswith(str(tmp_path / "data"))
@@ -148,7 +148,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         with Client(up.url, token) as reader, pytest.raises(ServiceError, match="no scope 'submit'"):
             reader.cancel(long)
         with up.client() as client:
-            client.wait(long, 30)
+            client.wait(long, 120)
         assert "deleted" in up.cli("delete", long)
 
 

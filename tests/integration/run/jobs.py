@@ -33,9 +33,9 @@ def write_job(folder: Path, model: Path, /, **overrides: Any) -> Path:
         "name": "tiny",
         "model": {"path": str(model)},
         "data": {"train_files": ["train.jsonl"], "max_prompt_length": 48},
-        "rewards": [{"function": "reward.py:score", "timeout_s": 5}],
+        "rewards": [{"function": "reward.py:score", "timeout_s": 30}],
         "algorithm": {"estimator": "grpo", "kl_coef": 0.05},
-        "pipeline": {"max_staleness": 0, "deterministic": True, "role_timeout_s": 120},
+        "pipeline": {"max_staleness": 0, "deterministic": True, "role_timeout_s": 300},
         "rollout": {
             "batch_size": 2,
             "n": 4,
