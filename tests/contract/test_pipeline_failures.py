@@ -27,14 +27,14 @@ def attempts(run: FakeRun, sample: str) -> list[Request]:
 
 async def test_o39_each_group_holds_distinct_slots(tmp_path: Path) -> None:
     """One request meets a 503, one is answered after the client's time-out, one is refused, one is fine."""
-    settings = {"rollout": {"n": 4, "batch_size": 1, "request_timeout_s": 0.3}}
+    settings = {"rollout": {"n": 4, "batch_size": 1, "request_timeout_s": 1.5}}
     settings["pipeline"] = {"max_staleness": 0}
     async with FakeRun(tmp_path, prompts=2, **settings) as run:
         run.engine.faults.plan("503", "g0000000.0")
-        run.engine.faults.plan("late", "g0000000.1", delay=1.0)
+        run.engine.faults.plan("late", "g0000000.1", delay=3.0)
         run.engine.faults.plan("400", "g0000000.2")
         assert await run.run() == 0, run.error()
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.0)
         audit(run, steps=2, staleness=0)
         first = run.updates[0].samples
         assert [sample.sample_id for sample in first] == ["g0000000.0", "g0000000.1", "g0000000.3"]
@@ -241,6 +241,7 @@ async def test_while_the_database_is_away_nothing_starts_and_nothing_is_lost(tmp
             await run.until(lambda: len(run.updates) >= 2, "two updates")
             lock = sqlite3.connect(run.run_dir / "state.db", isolation_level=None)
             lock.execute("BEGIN EXCLUSIVE")
+            await run.until(lambda: run.engine.running == 0, "what was under way to end")
             await asyncio.sleep(0.4)
             seen.append(len(run.samples()))
             await asyncio.sleep(0.6)
