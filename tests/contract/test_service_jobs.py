@@ -182,6 +182,31 @@ async def test_what_ended_while_no_service_ran_is_seen_afterwards(tmp_path: Path
         await api.wait(killed["id"], "cancelled")
 
 
+async def test_two_hundred_submissions_at_once_are_all_queued_once(tmp_path: Path) -> None:
+    async with serve(tmp_path, drive=False) as api:
+
+        async def submit(at: int) -> tuple[int, str]:
+            headers = {"Idempotency-Key": f"key-{at % 200}"}
+            response = await api.http.post("/v1/jobs", json=job(f"job-{at % 200}"), headers=headers)
+            return response.status_code, response.json()["id"]
+
+        answers = await asyncio.gather(*(submit(at) for at in range(400)))
+        assert sorted(status for status, _ in answers) == [200] * 200 + [201] * 200
+        assert len({job_id for _, job_id in answers}) == 200
+        names: list[str] = []
+        cursor = None
+        while True:
+            page = (
+                await api.http.get("/v1/jobs", params={"limit": 70, **({"cursor": cursor} if cursor else {})})
+            ).json()
+            names += [item["name"] for item in page["jobs"]]
+            cursor = page["next"]
+            if cursor is None:
+                break
+        assert sorted(names) == sorted(f"job-{at}" for at in range(200))
+        assert len(list((tmp_path / "runs").iterdir())) == 200
+
+
 async def test_priorities_and_quotas(tmp_path: Path) -> None:
     async with serve(tmp_path, at_once=1, drive=False) as api:
         low = await api.submit(job("low", steps=1))
