@@ -165,6 +165,7 @@ class Http1Client:
         finally:
             if deadlines is not None:
                 deadlines.forget(ended)
+            connection.end()
             self._let_go(connection, whole)
 
     def _message(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -296,6 +297,10 @@ class _Connection(asyncio.Protocol):
         self._chunks.clear()
         self._waiting = 0
         return taken
+
+    def end(self) -> None:
+        """Lets go of whoever was fed: idle connections must not keep thousands of answers."""
+        self._feed = self._ended = self._sent = self._failure = None
 
     def _tell_sent(self) -> None:
         sent = self._sent

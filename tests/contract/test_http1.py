@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -357,3 +359,19 @@ async def test_the_body_of_a_refusal_is_not_fed() -> None:
             assert await client.stream("/r", b"", {}, got.append, Deadlines(30.0)) == (400, b"wrong")
         assert server.connections == 1
     assert not got
+
+
+async def test_an_idle_connection_keeps_nothing_of_its_last_answer() -> None:
+    class Taker:
+        def take(self, data: bytes) -> None:
+            """Takes it."""
+
+    async with serving(lambda number, request: [CHUNKED]) as (server, client):
+        taker = Taker()
+        gone = weakref.ref(taker)
+        assert await client.stream("/r", b"", {}, taker.take, Deadlines(30.0)) == (200, b"")
+        del taker
+        gc.collect()
+        assert gone() is None
+        assert await fed(client) == (200, b"hello")
+        assert server.connections == 1
