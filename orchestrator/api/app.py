@@ -73,6 +73,7 @@ def make_app(service: Service, *, drive: bool = True) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,  # what a generated client calls its functions
     )
     app.state.service = service
     problems.install(app)
@@ -115,6 +116,7 @@ def _add_health(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get(
         "/metrics",
+        name="metrics",
         response_class=PlainTextResponse,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors()},
         tags=["health"],

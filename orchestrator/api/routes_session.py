@@ -41,6 +41,7 @@ def _mailbox(service: Service, caller: Caller, job_id: str) -> Mailbox:
 
 @router.post(
     "/jobs/{job_id}/session",
+    name="ask_session",
     status_code=202,
     response_model=Asked,
     responses=errors(404, 409),
@@ -66,6 +67,7 @@ async def ask(request: Request, service: ServiceDep, caller: Submitter, job_id: 
 
 @router.get(
     "/jobs/{job_id}/session/{number}",
+    name="session_answer",
     response_class=Response,
     responses={
         200: {"description": "The answer", "content": _BINARY},

@@ -135,6 +135,9 @@ def test_every_operation_is_described(served: Served) -> None:
                 assert list(response["content"]) == ["application/problem+json"], (method, path, status)
     ids = [operation["operationId"] for _, _, operation in described]
     assert len(set(ids)) == len(ids)
+    assert {"submit", "list_jobs", "put_fleet", "ask_session"} <= set(ids), (
+        "what a generated client calls its functions"
+    )
     assert "learning_rate" in served.app.openapi()["components"]["schemas"]["TrainerConfig"]["properties"]
 
 
