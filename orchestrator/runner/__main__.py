@@ -43,7 +43,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     job.events.listeners.append(context.on_event)
-    # libuv's loop: a fifth less CPU for a prompt group than asyncio's own.
+    # libuv's loop takes less CPU for an event than asyncio's own.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(job, arguments.resume))
 
