@@ -46,6 +46,7 @@ from orchestrator.runner.admission import Admission
 from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
 from tests.sim.alone import generate
 from tests.sim.clock import run_virtual
+from tests.sim.lengths import Lengths
 from tests.sim.run import Scale, SimRun
 
 #: Tokens of a prompt of the simulated jobs.
@@ -61,9 +62,15 @@ PACKAGES = ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")
 # Stages by themselves -------------------------------------------------------------------------------------------------
 
 
-def balanced(engines: int, batch: int, n: int) -> tuple[Scale, StageTimes]:
-    """A fleet whose judge and trainer take as long as generation, and its stages measured alone."""
-    scale = Scale(engines=engines)
+def balanced(engines: int, batch: int, n: int, shorter: int = 1) -> tuple[Scale, StageTimes]:
+    """A fleet whose judge and trainer take as long as generation, and its stages measured alone.
+
+    Args:
+        shorter: by which the lengths are divided.
+    """
+    usual = Lengths()
+    lengths = Lengths(median=usual.median / shorter, sigma=usual.sigma, largest=usual.largest // shorter)
+    scale = Scale(engines=engines, lengths=lengths)
     drawn = [
         generate(
             [f"g{group:07d}.{slot}.0" for group in range(at * batch, (at + 1) * batch) for slot in range(n)],
@@ -76,7 +83,7 @@ def balanced(engines: int, batch: int, n: int) -> tuple[Scale, StageTimes]:
     ]
     seconds = statistics.fmean(one.seconds for one in drawn)
     tokens = statistics.fmean(one.tokens for one in drawn) + batch * n * PROMPT_TOKENS
-    scale = Scale(engines=engines, score_s=seconds, train_token_s=seconds / tokens)
+    scale = Scale(engines=engines, lengths=lengths, score_s=seconds, train_token_s=seconds / tokens)
     times = StageTimes(
         generation=seconds,
         scoring=seconds,
@@ -298,13 +305,14 @@ def cost(
     flush_tokens: int,
     files: int | None = None,
     tree: Path | None = None,
+    shorter: int = 1,
 ) -> dict[str, Any]:
     """A run with the orchestrator in a process of its own, which may open so many files; ``tree``: of that checkout.
 
     The services have a listener for each engine and a file for each connection of the orchestrator: where both have the
     same limit, theirs is reached first.
     """
-    scale, times = balanced(engines, batch, n)
+    scale, times = balanced(engines, batch, n, shorter)
     scale = Scale(**{**vars(scale), "factor": factor})
     job = settings(batch, n, eta, steps, 0)
     job["rollout"]["flush_tokens"] = flush_tokens
@@ -341,6 +349,7 @@ def cost(
         "in_flight": (eta + 1) * batch,
         "factor": factor,
         "flush_tokens": flush_tokens,
+        "shorter": shorter,
         "groups": groups,
         "cpu_ms_per_group": round(1000 * spent / groups, 3),
         "busy_share": round(spent / (ends[-1] - first), 3),
@@ -429,6 +438,7 @@ def main() -> None:
         "--files", type=int, help="that the orchestrator may open, of cost; default: what the system allows"
     )
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
+    parser.add_argument("--shorter", type=int, default=1, help="lengths divided by so much, of cost")
     parser.add_argument("--beside", type=Path, help="another checkout, of cost")
     parser.add_argument("--rounds", type=int, default=1, help="of cost; the median is taken")
     options = parser.parse_args()
@@ -459,7 +469,7 @@ def main() -> None:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for _ in range(options.rounds):
             for name, tree in trees.items():
-                value = cost(engines, batch, n, eta, options.factor, steps, flush, options.files, tree)
+                value = cost(engines, batch, n, eta, options.factor, steps, flush, options.files, tree, options.shorter)
                 print(json.dumps(value), flush=True)
                 rounds[name].append(value)
         for name, values in rounds.items():
