@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nightshift.cli.output import EXIT_DONE, duration, print_json
+from nightshift.cli.output import EXIT_DONE, WAITING, duration, print_json, waiting
 from nightshift.client import Client
 
 _SHOWN = 20
@@ -13,7 +13,7 @@ _SHOWN = 20
 
 def list_fleets(url: str | None, *, as_json: bool) -> int:
     """Prints all fleets with their servers."""
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         found = client.fleets()
     if as_json:
         for fleet in found:
@@ -31,7 +31,7 @@ def list_fleets(url: str | None, *, as_json: bool) -> int:
 
 def show_fleet(url: str | None, name: str, *, as_json: bool) -> int:
     """Prints what the running jobs have of one fleet, and its newest leases."""
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         found = client.leases(name, limit=_SHOWN)
     if as_json:
         print_json(found)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, duration, fail, print_json, waiting
+from nightshift.cli.output import EXIT_DONE, EXIT_FAILED, WAITING, duration, fail, print_json, waiting
 from nightshift.cli.progress import progress_for
 from nightshift.cli.view import RunView
 from nightshift.client import Client
@@ -42,7 +42,7 @@ def submit(
 
 def list_jobs(url: str | None, *, states: Sequence[str], name: str | None, limit: int, as_json: bool) -> int:
     """Prints jobs, the newest first."""
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         found = []
         for job in client.jobs(states=states, name=name, page=min(limit, 500) or 100):
             found.append(job)
@@ -69,7 +69,7 @@ def state_of(job: Job) -> str:
 
 def show(url: str | None, name: str, *, as_json: bool) -> int:
     """Prints one job with its job file."""
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         job = client.get(client.find(name).id)
     if as_json:
         print_json(asdict(job))
@@ -83,14 +83,12 @@ def show(url: str | None, name: str, *, as_json: bool) -> int:
 
 def steer(url: str | None, name: str, call: str, *, as_json: bool) -> int:
     """Pauses, resumes, cancels or deletes a job."""
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         job_id = client.find(name).id
-        if call == "delete":
-            client.delete(job_id)
-            print_json({"id": job_id, "deleted": True}) if as_json else print(f"{job_id}: deleted")
-            return EXIT_DONE
-        job: Job = getattr(client, call)(job_id)
-    if as_json:
+        job: Job | None = getattr(client, call)(job_id)
+    if job is None:
+        print_json({"id": job_id, "deleted": True}) if as_json else print(f"{job_id}: deleted")
+    elif as_json:
         print_json(asdict(job))
     else:
         print(f"{job.id}: {state_of(job)}")
@@ -100,7 +98,7 @@ def steer(url: str | None, name: str, call: str, *, as_json: bool) -> int:
 def change(url: str | None, name: str, pairs: Sequence[str], *, as_json: bool) -> int:
     """Changes live settings, or prints them where none are given."""
     changes = dict(_pair(text) for text in pairs)
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         job_id = client.find(name).id
         answer = client.set(job_id, changes) if changes else client.settings(job_id)
     if as_json:
@@ -151,7 +149,7 @@ def make_token(
 ) -> int:
     """Makes a token and prints it, which it does this once."""
     body = {"name": name, "scopes": list(scopes), "project": project, "ttl_s": days * 86400 if days else None}
-    with Client(url) as client:
+    with Client(url) as client, waiting(WAITING):
         made = client.make_token(body)
     print_json(made) if as_json else print(made["token"])
     return EXIT_DONE

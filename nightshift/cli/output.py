@@ -18,6 +18,8 @@ from nightshift.wire.errors import NightshiftError
 P = ParamSpec("P")
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+#: What a command of the service does most of the time.
+WAITING = "waiting for the service"
 
 
 def command(function: Callable[P, int | None]) -> Callable[P, None]:

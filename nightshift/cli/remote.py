@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from nightshift.analysis.report import Report
 from nightshift.cli.export import print_export
 from nightshift.cli.ledger import print_ledger
-from nightshift.cli.output import EXIT_DONE, mib, print_json, waiting
+from nightshift.cli.output import EXIT_DONE, WAITING, mib, print_json, waiting
 from nightshift.cli.report_command import print_report
 from nightshift.cli.rollouts import print_rollouts
 from nightshift.cli.trace import Entry, print_trace
@@ -23,14 +23,14 @@ _MOST_ROLLOUTS = 500
 
 def _ask(url: str | None, name: str, question: Callable[[Client, str], T]) -> tuple[str, T]:
     """A job's id by its beginning, and the answer to a question about it."""
-    with Client(url) as client, waiting("waiting for the service"):
+    with Client(url) as client, waiting(WAITING):
         job_id = client.find(name).id
         return job_id, question(client, job_id)
 
 
 def trace(url: str | None, trace_id: str, name: str | None, *, as_json: bool) -> int:
     """Prints the timeline of one prompt group, of one job or of the newest that knows it."""
-    with Client(url) as client, waiting("waiting for the service"):
+    with Client(url) as client, waiting(WAITING):
         found = client.trace(trace_id, client.find(name).id if name is not None else None)
     print_trace(found["job"], found["trace_id"], [Entry(**entry) for entry in found["entries"]], as_json=as_json)
     return EXIT_DONE
