@@ -38,7 +38,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs helm in the chart's folder."""
     program = shutil.which("helm")
     assert program, f"helm is not installed: {HOW}"
-    return subprocess.run([program, *arguments], cwd=CHART, capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *arguments], cwd=CHART, capture_output=True, text=True, timeout=300)
 
 
 @cache
@@ -148,7 +148,7 @@ def _model_problems(document: dict[str, Any]) -> list[str]:
         input=json.dumps(document),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]

@@ -91,7 +91,7 @@ def prometheus(folder: Path, runs: Path) -> Iterator[Prometheus]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         server = Prometheus(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             try:
                 if httpx.get(f"{server.url}/-/ready", trust_env=False).status_code == 200:
@@ -99,7 +99,7 @@ def prometheus(folder: Path, runs: Path) -> Iterator[Prometheus]:
             except httpx.TransportError:
                 pass
             assert process.poll() is None, (folder / "prometheus.log").read_text()
-            assert time.monotonic() < deadline, "Prometheus was not ready within 30 s"
+            assert time.monotonic() < deadline, "Prometheus was not ready within 120 s"
             time.sleep(0.1)
         yield server
     finally:

@@ -1,6 +1,7 @@
 """The orchestrator's image, built from a local base and run as the chart's Deployment by podman: probes and SIGTERM.
 
-``NIGHTSHIFT_PYTHON_IMAGE`` names the base, an image with Python 3.11 and its venv module that podman has.
+``NIGHTSHIFT_PYTHON_IMAGE`` names the base, an image with Python 3.11 and its venv module that podman has;
+``NIGHTSHIFT_BUILD_ARGS`` holds further arguments of ``buildah bud``, such as where pip finds packages.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -37,7 +39,7 @@ SETTINGS = (
 )
 
 
-def run(program: str, *arguments: str, timeout_s: float = 60, check: bool = True) -> str:
+def run(program: str, *arguments: str, timeout_s: float = 300, check: bool = True) -> str:
     found = shutil.which(program)
     assert found, f"{program} is not installed: {HOW}"
     done = subprocess.run([found, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
@@ -45,13 +47,13 @@ def run(program: str, *arguments: str, timeout_s: float = 60, check: bool = True
     return done.stdout
 
 
-def build(file: str, tag: str, base: str, *more: str, context: str = ".", timeout_s: float = 540) -> None:
+def build(file: str, tag: str, base: str, *, context: str = ".", timeout_s: float = 900) -> None:
     """Builds an image with buildah from a local base; pip finds the certificates of this machine.
 
     Args:
         base: the build argument of the base, ``NAME=IMAGE``.
-        more: further arguments of ``buildah bud``.
     """
+    more = shlex.split(os.environ.get("NIGHTSHIFT_BUILD_ARGS", ""))
     certificates = ("-v", f"{CERTIFICATES}:/run/host-ca.crt:ro", "--build-arg", "PIP_CERT=/run/host-ca.crt")
     run(
         "buildah",
@@ -130,7 +132,7 @@ def pod_with_jobs(image: str, tmp_path: Path) -> Iterator[Path]:
         yield file
 
 
-def ready(seconds: float = 60) -> dict[str, Any]:
+def ready(seconds: float = 300) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -158,9 +160,8 @@ def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over
     text = httpx.get("http://127.0.0.1:18701/metrics", trust_env=False).text
     assert "nightshift_jobs" in text
 
-    began = time.monotonic()
-    run("podman", "stop", "-t", "60", name)
-    assert time.monotonic() - began < 30, "SIGTERM ends it, not the kill after the grace time"
+    run("podman", "stop", "-t", "120", name)
+    # A kill after the grace time would be 137.
     assert json.loads(run("podman", "inspect", name))[0]["State"]["ExitCode"] == 0
     run("podman", "start", name)
     ready()
@@ -177,18 +178,18 @@ def test_the_rendered_deployment_survives_sigterm_with_a_running_job(pod_with_jo
     with Client("http://127.0.0.1:18701", token) as client:
         job_id = client.submit(job).id
         waiting = client.submit(job, idempotency_key="second").id
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while client.get(job_id).step < 3:
             assert time.monotonic() < deadline, client.get(job_id)
             time.sleep(0.2)
-    run("podman", "stop", "-t", "120", name, timeout_s=180)
+    run("podman", "stop", "-t", "120", name)
     state = json.loads(run("podman", "inspect", name))[0]["State"]
     assert state["ExitCode"] == 0, "it ended by itself, and was not killed"
     run("podman", "start", name)
     ready()
     with Client("http://127.0.0.1:18701", token) as client:
         for found in (job_id, waiting):
-            done = client.wait(found, 240)
+            done = client.wait(found, 600)
             assert (done.state, done.step) == ("succeeded", 80)
             ledger = client.ledger(found)
             assert (ledger["trained"], ledger["balanced"]) == (80, True)
@@ -211,7 +212,7 @@ def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not socket.exists():
             assert time.monotonic() < deadline, "podman's service did not start"
             time.sleep(0.1)
@@ -236,7 +237,7 @@ def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, s
             env=engine,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -259,8 +260,8 @@ def test_the_rollout_image_brings_guard_route_and_plugin(image: str, tmp_path: P
     (tmp_path / "Dockerfile").write_text(
         "ARG BASE\nFROM ${BASE}\nRUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
     )
-    build(str(tmp_path / "Dockerfile"), stand_in, f"BASE={python_image()}", context=str(tmp_path), timeout_s=300)
-    build("deploy/docker/rollout.Dockerfile", made, f"VLLM_IMAGE={stand_in}", timeout_s=300)
+    build(str(tmp_path / "Dockerfile"), stand_in, f"BASE={python_image()}", context=str(tmp_path), timeout_s=900)
+    build("deploy/docker/rollout.Dockerfile", made, f"VLLM_IMAGE={stand_in}", timeout_s=900)
     program = (
         "import importlib.metadata as m, os, msgpack, services.rollout.guard as g\n"
         "print(os.getuid(), g.decide('GET', '/health', [], b't'), g.decide('POST', '/pause', [], b't'))\n"

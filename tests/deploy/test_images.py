@@ -23,7 +23,7 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
     found = shutil.which(program)
     assert found, f"{program} is not installed: {HOW}"
     return subprocess.run(
-        [found, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [found, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
     )
 
 

@@ -51,7 +51,7 @@ async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on
                 engine.faults.plan("503", "g0000006.1", times=1)
                 engine.faults.plan("positive_logprob", "g0000009.0", times=1)
                 engine.faults.plan("400", "g0000012.", times=2)
-            await run.run(watch=watch, limit_s=90.0)
+            await run.run(watch=watch, limit_s=300.0)
         assert missing == [], "no data within the run"
         exemplars = server.get(
             "query_exemplars", query="nightshift_stage_seconds_bucket", start=time.time() - 300, end=time.time()
@@ -80,14 +80,14 @@ def test_every_query_returns_data_while_a_run_on_the_real_parts_goes_on(tmp_path
         try:
             running.wait_for("step", step=3)
             began, missing = time.time(), wanted
-            while (missing := server.unanswered(missing)) and time.time() < began + 60:
+            while (missing := server.unanswered(missing)) and time.time() < began + 300:
                 time.sleep(1.0)
             if folder := os.environ.get("NIGHTSHIFT_DASHBOARD_IMAGES"):
                 time.sleep(60)  # what is drawn shows a minute
                 draw(server, Path(folder), began)
         finally:
             running.interrupt()
-            ended = running.finish(120)
+            ended = running.finish(300)
     assert missing == [], "no data within the run"
     assert ended.code == 130, ended.output
 

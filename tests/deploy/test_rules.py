@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = shutil.which("promtool")
     assert program, "promtool is not installed: see docs/deployment.md, Test the deployment"
-    return subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_rules_are_valid_and_every_case_ends_as_it_says() -> None:

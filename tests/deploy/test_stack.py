@@ -1,15 +1,14 @@
 """The image `ray`, built from a local base, and the compose file's CPU profile on it: one whole job through containers
 that share no folder and no memory, with a read-only root and no compiler. The job is a small one on a tiny model.
 
-``NIGHTSHIFT_PYTHON_IMAGE`` names the base, as for tests/deploy/test_containers.py; ``NIGHTSHIFT_RAY_BUILD_ARGS`` holds
-further arguments of ``buildah bud``: at least where pip finds the CPU build of torch.
+``NIGHTSHIFT_PYTHON_IMAGE`` and ``NIGHTSHIFT_BUILD_ARGS`` as for tests/deploy/test_containers.py; pip must find the CPU
+build of torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import time
@@ -38,12 +37,11 @@ ROLES = ("rollout", "trainer", "scorers")
 @pytest.fixture(scope="module")
 def ray_image() -> str:
     """The image as its Dockerfile says; layers of an earlier build are taken again."""
-    more = shlex.split(os.environ.get("NIGHTSHIFT_RAY_BUILD_ARGS", ""))
-    build("deploy/docker/ray.Dockerfile", IMAGE, f"PYTHON_IMAGE={python_image()}", *more, timeout_s=2400)
+    build("deploy/docker/ray.Dockerfile", IMAGE, f"PYTHON_IMAGE={python_image()}", timeout_s=2400)
     return IMAGE
 
 
-def in_image(image: str, program: str, timeout_s: float = 180) -> str:
+def in_image(image: str, program: str, timeout_s: float = 600) -> str:
     """What a program of Python prints in the image as the chart and compose run it."""
     hardened = ("--read-only", "--cap-drop", "ALL", "--network", "none", "--tmpfs", "/tmp")
     return run("podman", "run", "--rm", *hardened, "--entrypoint", "python", image, "-c", program, timeout_s=timeout_s)
@@ -77,7 +75,7 @@ def test_the_ray_image_holds_what_scorers_trainer_and_servers_need(ray_image: st
         "import orchestrator.runner.job, services.agent.host, services.rollout.serve\n"
         "import services.scorers.deploy, services.scorers.reference, services.trainer.rank_actor\n"
         "loaded = [builder().load().__name__ for builder in (CPUAdamBuilder, ShareMemCommBuilder)]\n"
-        "print(json.dumps([installed_ops['cpu_adam'], installed_ops['shm_comm'], loaded]))"
+        "print(json.dumps([installed_ops['cpu_adam'], installed_ops['deepspeed_shm_comm'], loaded]))"
     )
     adam, shared, loaded = json.loads(in_image(ray_image, program).splitlines()[-1])
     assert adam
@@ -121,7 +119,7 @@ def compose(ray_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator[
     program = shutil.which("docker-compose")
     assert program, f"docker-compose is not installed: {HOW}"
 
-    def call(*arguments: str, timeout_s: float = 180) -> str:
+    def call(*arguments: str, timeout_s: float = 600) -> str:
         files = ("-f", "docker-compose.yml", "-f", str(override))
         done = subprocess.run(
             [program, "-p", PROJECT, "--profile", "cpu", *files, *arguments],
@@ -141,19 +139,19 @@ def compose(ray_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator[
 
 
 def logs_of(name: str) -> str:
-    done = subprocess.run(["podman", "logs", "--tail", "60", name], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["podman", "logs", "--tail", "60", name], capture_output=True, text=True, timeout=300)
     return done.stdout + done.stderr
 
 
 def test_the_stack_runs_a_job_in_containers_that_share_nothing(compose: Callable[..., str], tmp_path: Path) -> None:
     compose("up", "-d", "--pull", "never", "--no-build", *ROLES)
     names = {role: compose("ps", "-q", role).strip() for role in ROLES}
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     services = json.loads(compose("config", "--format", "json"))["services"]
     # Podman runs no health checks by itself without systemd, and takes apart at blanks what comes through Docker's API.
     for role, name in names.items():
         check = services[role]["healthcheck"]["test"][1:]
-        while subprocess.run(["podman", "exec", name, *check], capture_output=True, timeout=60).returncode:
+        while subprocess.run(["podman", "exec", name, *check], capture_output=True, timeout=300).returncode:
             assert time.monotonic() < deadline, f"{role}: {logs_of(name)}"
             time.sleep(1)
     compose("up", "-d", "--pull", "never", "--no-build", "demo")
@@ -168,7 +166,7 @@ def test_the_stack_runs_a_job_in_containers_that_share_nothing(compose: Callable
         assert state["HostConfig"]["ReadonlyRootfs"] is True
         assert not state["EffectiveCaps"]
 
-    done = subprocess.run(["podman", "wait", demo], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(["podman", "wait", demo], capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "0", logs_of(demo) + "".join(logs_of(names[role]) for role in ROLES)
     run("podman", "cp", f"{demo}:/data/runs", str(tmp_path / "runs"))
     (folder,) = (tmp_path / "runs").glob("tiny-*")
