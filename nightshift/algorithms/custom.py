@@ -100,12 +100,12 @@ def _locate(name: str, key: str) -> tuple[Path, str]:
     if spec is None:
         raise _bad(key, name, f"there is no module {parts[0]!r}")
     if len(parts) == 1:
-        found = [Path(spec.origin)] if spec.origin else []
+        found = [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
     else:
         roots = [Path(root).joinpath(*parts[1:]) for root in spec.submodule_search_locations or ()]
         found = [path for root in roots for path in (root.with_suffix(".py"), root / "__init__.py") if path.is_file()]
     if not found:
-        raise _bad(key, name, f"there is no module {dotted!r}")
+        raise _bad(key, name, f"there is no module {dotted!r} with a source in Python")
     return found[0], function
 
 

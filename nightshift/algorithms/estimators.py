@@ -80,11 +80,14 @@ def reinforce_plus_plus(batch: AdvantageBatch, config: AlgorithmConfig) -> list[
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageBatch, config: AlgorithmConfig) -> list[Doubles]:
-    """REINFORCE++ with the group's mean score as baseline: it is taken off each score before the returns."""
-    baseline = _per_group(
-        batch,
-        lambda rewards: np.full(len(rewards), np.nanmean(rewards)) if not np.isnan(rewards).all() else rewards * 0,
-    )
+    """REINFORCE++ with the group's mean score as baseline: it is taken off each score before the returns.
+
+    The mean is of the scores alone, without the KL penalty, which stays with the tokens that earn it.
+    """
+    baseline = np.zeros(len(batch))
+    for members in batch.groups():
+        if batch.scored[members].any():
+            baseline[members] = np.nanmean(batch.rewards[members])
     shifted = []
     for index, rewards in enumerate(batch.token_rewards):
         sampled = np.flatnonzero(batch.masks[index])

@@ -8,6 +8,7 @@ from nightshift.algorithms import check_estimator
 from nightshift.config import JobSpec
 from nightshift.config.files import reward_reads
 from nightshift.data import PromptSet, Tokenizer, check_context, load_prompts, require_columns, require_rewards
+from nightshift.data.cursor import epoch_rows
 from nightshift.data.preferences import load_pairs
 
 
@@ -77,7 +78,7 @@ def check_data(spec: JobSpec) -> DataCheck:
     if test is not None:
         require_columns(test, needed)
         require_rewards(test, sources)
-    steps = spec.steps_for(len(train.prompts))
+    steps = spec.steps_for(epoch_rows(len(train), train.parts(spec.data.weights)))
     return DataCheck(_lengths(train), _lengths(test) if test is not None else None, steps, train.warnings)
 
 
@@ -90,7 +91,8 @@ def _check_pairs(spec: JobSpec, tokenizer: Tokenizer) -> DataCheck:
         if files
     ]
     train, *test = [Lengths.of([len(pair.prompt_ids) for pair in found.pairs], found.summary()) for found in sets]
-    return DataCheck(train, test[0] if test else None, spec.steps_for(len(sets[0])), sets[0].warnings)
+    steps = spec.steps_for(epoch_rows(len(sets[0]), sets[0].parts(spec.data.weights)))
+    return DataCheck(train, test[0] if test else None, steps, sets[0].warnings)
 
 
 def _lengths(prompts: PromptSet) -> Lengths:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from nightshift.config.base import Section
 
@@ -51,7 +51,8 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to at most 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest loss of a token with a negative advantage, as a multiple of it (dual-clip PPO); null: none."""
+    """Largest loss of a token with a negative advantage, as a multiple of it (dual-clip PPO); null: none.
+    cispo, whose weight is bounded already, takes no notice of it."""
 
     importance_cap: float | None = Field(default=None, gt=0)
     """Weight of a token by trainer over sampler, at most this (with policy_loss ppo_clip_proximal); null: none."""
@@ -137,6 +138,32 @@ class AlgorithmConfig(Section):
                 if cap in options:
                     options[mask] = 1.0
         return options
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        """Refuses options that the chosen loss has no use for: they would be passed over, or fail at the first step."""
+        loss = self.policy_loss
+        weights = ("importance_cap", "importance_floor", "sequence_importance_cap")
+        given = next((name for name in weights if getattr(self, name) is not None), None)
+        if given is not None and (POLICY_LOSSES.get(loss, False) or self.is_preference):
+            raise ValueError(
+                f"algorithm.{given} weighs by trainer over sampler, and algorithm.policy_loss {loss!r} "
+                + ("trains on pairs" if self.is_preference else "corrects for the sampler already")
+                + ": leave it out, or set policy_loss to ppo_clip_proximal"
+            )
+        if self.behaviour_cap is not None and loss != "decoupled_ppo":
+            raise ValueError(
+                f"algorithm.behaviour_cap is for policy_loss decoupled_ppo, and policy_loss is {loss!r}: leave it out"
+            )
+        if self.dual_clip is not None and self.is_preference:
+            raise ValueError(
+                f"algorithm.dual_clip caps a clipped surrogate, which policy_loss {loss!r} has not: leave it out"
+            )
+        if self.label_smoothing and loss != "dpo":
+            raise ValueError(
+                f"algorithm.label_smoothing is for policy_loss dpo, and policy_loss is {loss!r}: leave it out"
+            )
+        return self
 
     @property
     def is_preference(self) -> bool:

@@ -207,7 +207,7 @@ class JobSpec(Section):
         return self.scorers.teacher is not None and self.algorithm.estimator == "distillation"
 
     def steps_for(self, prompts: int) -> int:
-        """Optimiser steps of a run over so many prompts.
+        """Optimiser steps of a run over so many prompts an epoch (:func:`nightshift.data.cursor.epoch_rows`).
 
         Prompts that do not fill a batch are carried over into the next epoch, and left out after the last one.
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nightshift.data.preferences import Pair
 from nightshift.data.prompts import Prompt
 from nightshift.wire.errors import BadInputError, NightshiftError
 
 
 def epoch_keys(
-    function: Callable[..., Any], name: str, prompts: Sequence[Prompt]
+    function: Callable[..., Any], name: str, prompts: Sequence[Prompt] | Sequence[Pair]
 ) -> Callable[[int], NDArray[np.float64]]:
     """Sort keys of an epoch, from the user's function.
 
@@ -22,6 +23,7 @@ def epoch_keys(
     Args:
         function: called as (prompts, epoch), with epochs from 0.
         name: for messages.
+        prompts: of the job, or its preference pairs.
     """
 
     def keys(epoch: int) -> NDArray[np.float64]:

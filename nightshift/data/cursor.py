@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -19,6 +21,48 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.intp]:
     """
     draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
     return np.argsort(draws, kind="stable")
+
+
+def epoch_rows(size: int, parts: Sequence[tuple[int, float]] | None) -> int:
+    """Rows of one epoch: all of ``size``, or what the files' weights make of them.
+
+    Args:
+        parts: rows and weight of each file, where files have weights.
+
+    Raises:
+        BadInputError: the weights leave no row, or belong to other files.
+    """
+    if parts is None:
+        return size
+    count = sum(round(weight * rows) for rows, weight in parts)
+    if sum(rows for rows, _ in parts) != size or not count:
+        raise BadInputError(
+            f"data.weights leave no row of {size}, or belong to other files", role="job", fix="Raise a weight"
+        )
+    return count
+
+
+def file_weights(
+    row_ids: Iterable[str], paths: Sequence[str], weights: Sequence[float] | None
+) -> list[tuple[int, float]] | None:
+    """Rows and weight of each file, in the order of their rows; None where files have no weights.
+
+    Args:
+        row_ids: of the rows that are left, "<prefix>:<number>" with the prefixes of :func:`row_prefixes`.
+        paths: of the files.
+        weights: ``data.weights``, one for each file.
+    """
+    if weights is None:
+        return None
+    kept = Counter(row_id.rpartition(":")[0] for row_id in row_ids)
+    # A file of which nothing was kept has no place in the order.
+    return [(kept[name], weight) for name, weight in zip(row_prefixes(paths), weights, strict=True) if kept[name]]
+
+
+def row_prefixes(paths: Sequence[str]) -> list[str]:
+    """File names, with the place in the list in front where a name comes twice."""
+    names = [Path(path).name for path in paths]
+    return [name if names.count(name) == 1 else f"{place}/{name}" for place, name in enumerate(names)]
 
 
 def mixed_rows(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> NDArray[np.intp]:
@@ -73,10 +117,7 @@ class Cursor:
     ) -> None:
         if size < 1:
             raise BadInputError("there are no prompts to walk over", role="job")
-        if parts is not None and (sum(rows for rows, _ in parts) != size or not sum(round(w * n) for n, w in parts)):
-            raise BadInputError(
-                f"data.weights leave no row of {size}, or belong to other files", role="job", fix="Raise a weight"
-            )
+        epoch_rows(size, parts)
         self._parts, self._keys = parts, keys
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._epoch, self._offset = 0, 0

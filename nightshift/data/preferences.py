@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightshift.config.data import DataConfig
-from nightshift.data.messages import InvalidPromptError, Message, normalise_prompt
+from nightshift.data.cursor import file_weights, row_prefixes
+from nightshift.data.messages import InvalidPromptError, Message, fold_system, has_system, normalise_prompt
 from nightshift.data.rows import Row, Table, read_table
-from nightshift.data.tokenizer import Tokenizer
+from nightshift.data.tokenizer import Tokenizer, template_warnings
 from nightshift.wire.errors import BadInputError
 
 Ids = NDArray[np.int32]
@@ -52,21 +53,31 @@ class PairSet:
     Attributes:
         dropped: rows left out, by cause: "invalid" or "overlong".
         rows: of all files, dropped ones included.
+        paths: of the files.
+        cut: pairs whose prompt was cut to its last ``data.max_prompt_length`` tokens.
         warnings: sentences for the user.
     """
 
     pairs: list[Pair]
     dropped: dict[str, int]
     rows: int
+    paths: tuple[str, ...] = ()
+    cut: int = 0
     warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pairs)
 
+    def parts(self, weights: Sequence[float] | None) -> list[tuple[int, float]] | None:
+        """Pairs and weight of each file, for the cursor; None where files have no weights."""
+        return file_weights((pair.row_id for pair in self.pairs), self.paths, weights)
+
     def summary(self) -> str:
         """One line: how many pairs, and what was dropped."""
         parts = [f"{len(self.pairs)} pairs of {self.rows} rows"]
         parts += [f"{count} dropped ({cause})" for cause, count in self.dropped.items() if count]
+        if self.cut:
+            parts.append(f"{self.cut} cut to the last tokens of their prompts")
         return ", ".join(parts)
 
 
@@ -84,18 +95,23 @@ def load_pairs(
     """
     pairs: list[Pair] = []
     dropped = {"invalid": 0, "overlong": 0}
-    rows = 0
-    for path in files:
-        table = read_table(path, {config.prompt_key, CHOSEN, REJECTED})
+    rows = cut = 0
+    tables = [read_table(path, {config.prompt_key, CHOSEN, REJECTED}) for path in files]
+    paths = tuple(table.path for table in tables)
+    for name, table in zip(row_prefixes(paths), tables, strict=True):
         _check_columns(table)
         rows += len(table.rows)
         refused: dict[str, list[tuple[int, str]]] = {"invalid": [], "overlong": []}
         for row in table.rows:
             try:
-                pair = _pair(Path(table.path).name, row, config, tokenizer)
+                pair = _pair(name, row, config, tokenizer)
             except InvalidPromptError as error:
                 refused["invalid"].append((row.number, str(error)))
                 continue
+            _check_vocabulary(table, row, pair, tokenizer)
+            if config.overlong_prompts == "left" and len(pair.prompt_ids) > config.max_prompt_length:
+                pair = replace(pair, prompt_ids=pair.prompt_ids[-config.max_prompt_length :].copy())
+                cut += 1
             longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
             if len(pair.prompt_ids) > config.max_prompt_length or longest > max_response_length:
                 refused["overlong"].append((row.number, f"{len(pair.prompt_ids)} + {longest} tokens"))
@@ -112,7 +128,7 @@ def load_pairs(
             role=_ROLE,
             fix="Give rows with prompt, chosen and rejected",
         )
-    return PairSet(pairs, dropped, rows)
+    return PairSet(pairs, dropped, rows, paths, cut, template_warnings(tokenizer))
 
 
 def split_conversations(chosen: Any, rejected: Any, prompt: Any = None) -> tuple[str | list[Message], str, str]:
@@ -163,7 +179,12 @@ def _pair(name: str, row: Row, config: DataConfig, tokenizer: Tokenizer) -> Pair
     except BadInputError as error:
         if tokenizer.chat_template is None:
             raise
-        raise InvalidPromptError(error.message) from error
+        if isinstance(prompt, str) or not has_system(prompt) or config.system_role != "fold":
+            raise InvalidPromptError(error.message) from error
+        try:
+            prompt_ids = tokenizer.encode_prompt(fold_system(prompt))
+        except BadInputError as again:
+            raise InvalidPromptError(again.message) from again
     ends = [tokenizer.end_id] if config.add_eos_token and tokenizer.end_id is not None else []
     answers = [
         np.array([*tokenizer.encode(text, add_special_tokens=False).tolist(), *ends], np.int32)
@@ -172,6 +193,12 @@ def _pair(name: str, row: Row, config: DataConfig, tokenizer: Tokenizer) -> Pair
     if not len(prompt_ids):
         raise InvalidPromptError("no tokens")
     return Pair(f"{name}:{row.number}", prompt, prompt_ids, answers[0], answers[1], chosen, rejected)
+
+
+def _check_vocabulary(table: Table, row: Row, pair: Pair, tokenizer: Tokenizer) -> None:
+    for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+        if len(ids):
+            tokenizer.check_ids(ids, f"data file {table.path!r}, row {row.number}")
 
 
 def _check_columns(table: Table) -> None:

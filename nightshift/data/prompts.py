@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nightshift.data.cursor import file_weights
 from nightshift.data.messages import Message
 from nightshift.data.tokenizer import Tokenizer
 from nightshift.wire.errors import BadInputError
@@ -84,6 +85,11 @@ class PromptSet:
     def rows(self) -> int:
         """Rows of all files, dropped ones included."""
         return sum(source.rows for source in self.sources)
+
+    def parts(self, weights: Sequence[float] | None) -> list[tuple[int, float]] | None:
+        """Prompts and weight of each file, for the cursor; None where files have no weights."""
+        paths = [source.path for source in self.sources]
+        return file_weights((prompt.row_id for prompt in self.prompts), paths, weights)
 
     def summary(self) -> str:
         """One line: how many prompts, and what was dropped or cut."""

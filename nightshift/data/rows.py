@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,12 @@ class Table:
 def read_table(path: str | Path, wanted: Collection[str]) -> Table:
     """Reads the wanted columns of a file or an HF ``datasets`` folder.
 
-    Values become plain Python ones; dates and times become ISO text and decimals text, so that they fit on the wire.
+    Values become plain Python ones; dates and times become ISO text, decimals and integers beyond 64 bits
+    text, so that they fit on the wire.
 
     Raises:
-        BadInputError: no such file, another format, or a malformed row (named by its number).
+        BadInputError: no such file, another format, a wanted column that comes twice, or a malformed row (named by its
+            number): text that is no Unicode counts as such.
     """
     source = Path(path)
     if source.is_dir():
@@ -86,9 +88,31 @@ def _read_file(source: Path, wanted: Collection[str]) -> Table:
 def _collect(source: Path, names: list[str], batches: Iterator[pa.RecordBatch]) -> Table:
     rows: list[Row] = []
     for batch in batches:
+        _refuse_twins(source, batch.schema.names)
         for values in batch.to_pylist():
-            rows.append(Row(len(rows) + 1, _plain(values)))
+            rows.append(_row(source, len(rows) + 1, values))
     return Table(str(source), tuple(names), rows)
+
+
+def _refuse_twins(source: Path, names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BadInputError(f"data file {str(source)!r} has two columns {twice!r}", role=_ROLE, fix="Rename one")
+
+
+def _row(source: Path, number: int, values: Mapping[str, Any]) -> Row:
+    plain = {}
+    for name, value in values.items():
+        try:
+            plain[name] = _plain(value)
+        except UnicodeEncodeError as error:
+            raise BadInputError(
+                f"data file {str(source)!r}, row {number}: column {name!r} holds text that is no Unicode "
+                f"({error.reason})",
+                role=_ROLE,
+                fix="Correct it, or leave the row out",
+            ) from error
+    return Row(number, plain)
 
 
 def _read_json_file(source: Path, wanted: Collection[str]) -> Table:
@@ -101,7 +125,7 @@ def _read_json_file(source: Path, wanted: Collection[str]) -> Table:
                 role=_ROLE,
             )
         columns.update(dict.fromkeys(value))
-        rows.append(Row(number, {name: item for name, item in value.items() if name in wanted}))
+        rows.append(_row(source, number, {name: item for name, item in value.items() if name in wanted}))
     return Table(str(source), tuple(columns), rows)
 
 
@@ -154,7 +178,7 @@ def _read_folder(folder: Path, wanted: Collection[str]) -> Table:
     rows: list[Row] = []
     for file in files:
         for part in _read_arrow(file, wanted, columns):
-            rows.append(Row(len(rows) + 1, part))
+            rows.append(_row(file, len(rows) + 1, part))
     return Table(str(folder), tuple(columns), rows)
 
 
@@ -181,8 +205,9 @@ def _read_arrow(file: Path, wanted: Collection[str], columns: dict[str, None]) -
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             columns.update(dict.fromkeys(reader.schema.names))
             keep = [name for name in reader.schema.names if name in wanted]
+            _refuse_twins(file, keep)
             for batch in batches:
-                yield from (_plain(values) for values in batch.select(keep).to_pylist())
+                yield from batch.select(keep).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise BadInputError(f"data file {str(file)!r} cannot be read: {error}", role=_ROLE) from error
 
@@ -199,11 +224,15 @@ def _json_map(path: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):  # arrow maps come as lists of pairs
         return [_plain(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta | decimal.Decimal):
         return str(value)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return str(value)
+    if isinstance(value, str) and not value.isascii():
+        value.encode()  # a lone surrogate, which JSON can spell, fits neither a tokenizer nor the wire
     return value

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightshift.config.data import DataConfig
+from nightshift.data.cursor import row_prefixes
 from nightshift.data.messages import InvalidPromptError, Message, fold_system, has_system, normalise_prompt
 from nightshift.data.prompts import ANSWER_COLUMNS, Prompt, PromptSet, Source
 from nightshift.data.rows import Row, Table, read_table
-from nightshift.data.tokenizer import Tokenizer
+from nightshift.data.tokenizer import Tokenizer, template_warnings
 from nightshift.wire.errors import BadInputError
 
 Ids = NDArray[np.int32]
@@ -51,7 +52,7 @@ def load_prompts(config: DataConfig, files: Sequence[str | Path], tokenizer: Tok
         dropped=loader.dropped,
         cut=loader.cut,
         sources=tuple(_source(table) for table in tables),
-        warnings=_warnings(tokenizer),
+        warnings=template_warnings(tokenizer),
     )
     if not result.prompts:
         raise BadInputError(
@@ -147,13 +148,7 @@ class _Loader:
     def _check_ids(self, table: Table, item: _Text, ids: Ids) -> _Text:
         if not len(ids):
             raise _Refusal(item[0], "no tokens")
-        if ids.max() >= self._tokenizer.vocab_size:
-            raise BadInputError(
-                f"data file {table.path!r}, row {item[0].number}: the tokenizer gives id {ids.max()}, and the model's "
-                f"vocab_size is {self._tokenizer.vocab_size}",
-                role=_ROLE,
-                fix="Give model.tokenizer the tokenizer that belongs to the model",
-            )
+        self._tokenizer.check_ids(ids, f"data file {table.path!r}, row {item[0].number}")
         return item
 
     def _fit(self, row: Row, prompt: str | list[Message], ids: Ids) -> tuple[Row, str | list[Message], Ids]:
@@ -222,18 +217,3 @@ def _source(table: Table) -> Source:
             provides.add("ground_truth")
         provides.update(name for name in ("data_source", "extra_info") if name in row.values)
     return Source(table.path, table.columns, len(table.rows), frozenset(provides))
-
-
-def row_prefixes(paths: Sequence[str]) -> list[str]:
-    """File names, with the place in the list in front where a name comes twice."""
-    names = [Path(path).name for path in paths]
-    return [name if names.count(name) == 1 else f"{place}/{name}" for place, name in enumerate(names)]
-
-
-def _warnings(tokenizer: Tokenizer) -> tuple[str, ...]:
-    if not tokenizer.unknown_markers or tokenizer.chat_template is None:
-        return ()
-    return (
-        f"the chat template {tokenizer.chat_template.origin!r} writes {', '.join(tokenizer.unknown_markers)}, which "
-        f"the tokenizer in {str(tokenizer.folder)!r} does not know as one token",
-    )

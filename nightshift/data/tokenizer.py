@@ -166,6 +166,19 @@ class Tokenizer:
         """Ids of many prompt texts at once: output of :meth:`prompt_text`, or text that gets no template."""
         return self._encode_texts(texts, add_special_tokens=not templated)
 
+    def check_ids(self, ids: Ids, where: str) -> None:
+        """Checks that the model has a row for each of the ids, of which there is at least one.
+
+        Raises:
+            BadInputError: it has not; ``where`` begins the message.
+        """
+        if ids.max() >= self.vocab_size:
+            raise BadInputError(
+                f"{where}: the tokenizer gives id {ids.max()}, and the model's vocab_size is {self.vocab_size}",
+                role=_ROLE,
+                fix="Give model.tokenizer the tokenizer that belongs to the model",
+            )
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
         if isinstance(ids, np.ndarray) and self._table is not None:
@@ -187,6 +200,16 @@ class Tokenizer:
                 ids = ids[1:]
             result.append(np.array(ids, np.int32))
         return result
+
+
+def template_warnings(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A sentence on pieces of a built-in template that the tokenizer does not know as one token, if there are any."""
+    if not tokenizer.unknown_markers or tokenizer.chat_template is None:
+        return ()
+    return (
+        f"the chat template {tokenizer.chat_template.origin!r} writes {', '.join(tokenizer.unknown_markers)}, which "
+        f"the tokenizer in {str(tokenizer.folder)!r} does not know as one token",
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from orchestrator.runner.fleet import Fleet, Limits
 from orchestrator.runner.frozen import FrozenModel, TokenScorer
 from orchestrator.runner.group import GroupRunner
 from orchestrator.runner.health import PROBE_LIMITS
-from orchestrator.runner.inputs import Inputs, make_cursor, steps_sentence
+from orchestrator.runner.inputs import Inputs, make_cursor, rows_per_epoch, steps_sentence
 from orchestrator.runner.ledger import GroupState
 from orchestrator.runner.lent import Lent
 from orchestrator.runner.live import LiveSettings
@@ -205,13 +205,14 @@ class Attempt:
         self._exporter.watch(
             services, total_steps, books=books, fleet=fleet, runner=runner, stepper=stepper, pipeline=pipeline
         )
+        rows = rows_per_epoch(spec, train)
         self.events.append(
             "job",
             state="running",
             steps=total_steps,
             lineage=start.lineage.number,
             step=start.step,
-            detail=f"{train.summary()}; {steps_sentence(len(train.prompts), spec.rollout.batch_size, total_steps)}",
+            detail=f"{train.summary()}; {steps_sentence(rows, spec.rollout.batch_size, total_steps)}",
         )
         fleet.start()
         try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from nightshift.algorithms.custom import load_custom
 from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt, PromptSet, Tokenizer, load_prompts
 from nightshift.data.curriculum import epoch_keys
-from nightshift.data.source import row_prefixes
+from nightshift.data.cursor import epoch_rows
+from nightshift.data.preferences import PairSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +31,26 @@ def load_inputs(spec: JobSpec) -> Inputs:
     tokenizer = Tokenizer.load(spec.model.tokenizer or spec.model.path, spec.data.chat_template, model=spec.model.path)
     train = load_prompts(spec.data, spec.data.train_files, tokenizer)
     test = load_prompts(spec.data, spec.data.test_files, tokenizer).prompts if spec.data.test_files else []
-    return Inputs(tokenizer, train, test, spec.steps_for(len(train.prompts)))
+    return Inputs(tokenizer, train, test, spec.steps_for(rows_per_epoch(spec, train)))
 
 
-def make_cursor(spec: JobSpec, train: PromptSet) -> Cursor:
-    """The walk over the prompts, with the weights of the files and the user's order.
+def make_cursor(spec: JobSpec, train: PromptSet | PairSet) -> Cursor:
+    """The walk over prompts or pairs, with the weights of the files and the user's order.
 
     Raises:
-        BadInputError: weights or order do not fit the prompts.
+        BadInputError: weights or order do not fit the rows.
     """
-    weights, curriculum = spec.data.weights, spec.data.curriculum
-    kept = Counter(prompt.row_id.rpartition(":")[0] for prompt in train.prompts)
-    parts = None
-    if weights is not None:
-        # Files in the order of their rows; one of which nothing was kept has no place in it.
-        names = row_prefixes([source.path for source in train.sources])
-        parts = [(kept[name], weight) for name, weight in zip(names, weights, strict=True) if kept[name]]
+    curriculum = spec.data.curriculum
+    rows = train.prompts if isinstance(train, PromptSet) else train.pairs
     keys = None
     if curriculum is not None:
-        keys = epoch_keys(load_custom(curriculum, "data.curriculum"), curriculum, train.prompts)
-    return Cursor(len(train.prompts), spec.trainer.seed, spec.data.shuffle, parts=parts, keys=keys)
+        keys = epoch_keys(load_custom(curriculum, "data.curriculum"), curriculum, rows)
+    return Cursor(len(rows), spec.trainer.seed, spec.data.shuffle, parts=train.parts(spec.data.weights), keys=keys)
+
+
+def rows_per_epoch(spec: JobSpec, train: PromptSet | PairSet) -> int:
+    """Rows that an epoch of the walk holds, under the weights of the files."""
+    return epoch_rows(len(train), train.parts(spec.data.weights))
 
 
 def steps_sentence(prompts: int, batch: int, steps: int) -> str:

@@ -19,6 +19,7 @@ from nightshift.wire.experience import FINISH_STOP, LossSpec, Sample, VersionSpa
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.inputs import make_cursor, rows_per_epoch
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.services import Services, TrainerAddress, read_services
 from orchestrator.runner.start import Start
@@ -44,7 +45,7 @@ class PreferenceInputs:
         self.train: PairSet = load_pairs(spec.data, spec.data.train_files, self.tokenizer, longest)
         files = spec.data.test_files
         self.test = load_pairs(spec.data, files, self.tokenizer, longest).pairs if files else []
-        self.total_steps = spec.steps_for(len(self.train))
+        self.total_steps = spec.steps_for(rows_per_epoch(spec, self.train))
 
 
 class PreferenceAttempt:
@@ -128,7 +129,7 @@ class PreferenceAttempt:
         self._closing.append(reference)
         await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
         self._tracking.drop_after(start.step)
-        cursor = Cursor(len(self._inputs.train), spec.trainer.seed, spec.data.shuffle)
+        cursor = make_cursor(spec, self._inputs.train)
         for _ in range(self.step * spec.rollout.batch_size):
             cursor.next()
         total = self._inputs.total_steps

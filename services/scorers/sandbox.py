@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nightshift.wire.errors import BadInputError
@@ -32,7 +32,7 @@ _MIB = 1 << 20
 #: Runs in the child before anything of the program: limits, then the program from its file.
 _PREAMBLE = """\
 import ctypes, os, resource, sys
-cpu, memory, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+cpu, memory, path, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].encode()
 libc = ctypes.CDLL(None, use_errno=True)
 # CLONE_NEWNET and CLONE_NEWPID; without the right to them, in a user namespace of its own (CLONE_NEWUSER)
 if libc.unshare(0x60000000) and libc.unshare(0x70000000):
@@ -54,20 +54,29 @@ except ValueError:
 source = open(path, encoding="utf-8").read()
 sys.argv = ["program.py"]
 exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
+sys.stdout.flush()
+os.write(2, mark)
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one run of a program ended: "ok", "failed", "timeout", "memory" or "sandbox" (it could not be made)."""
+    """How one run of a program ended: "ok", "failed", "timeout", "memory" or "sandbox" (it could not be made).
+
+    ``finished`` says that its last line was reached: a program may also leave earlier, with ``exit()``, and be "ok".
+    """
 
     kind: str
     output: str
     error: str = ""
+    finished: bool = False
 
 
 def run_program(source: str, text: str, *, cpu_s: float, memory_mib: int, wall_s: float) -> Outcome:
     """Runs a Python program once.
+
+    That it was run to its end is told by a mark, new for each run. It lies in the program's own process: who looks for
+    it finds it. Against programs that mean to cheat, compare what they print.
 
     Args:
         source: the program.
@@ -80,7 +89,8 @@ def run_program(source: str, text: str, *, cpu_s: float, memory_mib: int, wall_s
         path = os.path.join(folder, "program.py")  # noqa: PTH118
         with open(path, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
             file.write(source)
-        limits = [str(max(1, round(cpu_s + 0.499))), str(memory_mib * _MIB), path]
+        mark = f"<end {os.urandom(16).hex()}>"
+        limits = [str(max(1, round(cpu_s + 0.499))), str(memory_mib * _MIB), path, mark]
         with (
             tempfile.TemporaryFile() as out,
             tempfile.TemporaryFile() as err,
@@ -104,7 +114,8 @@ def run_program(source: str, text: str, *, cpu_s: float, memory_mib: int, wall_s
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             output, error = (_read(file) for file in (out, err))
-        return _outcome(process.returncode, late, output, error)
+        outcome = _outcome(process.returncode, late, output, error.replace(mark, ""))
+        return replace(outcome, finished=outcome.kind == "ok" and error.endswith(mark))
 
 
 def _read(file: Any) -> str:
@@ -176,7 +187,8 @@ class CodeScorer:
             if outcome.kind == "sandbox":
                 return result(sample, None, began, "raised", f"the sandbox failed: {outcome.error}")
             kinds[outcome.kind] = kinds.get(outcome.kind, 0.0) + 1
-            right = outcome.kind == "ok" and (wanted is None or _same(outcome.output, wanted))
+            # Assertions stand behind the program: one that leaves before them has passed none.
+            right = outcome.finished if wanted is None else outcome.kind == "ok" and _same(outcome.output, wanted)
             passed += right
             if not right and not self._settings["partial"]:
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def policy_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
     else:
         raise BadInputError(f"{spec.policy_loss!r} is no policy loss", role="trainer", fix="Send it to its own rank")
     weight = importance_weight(inputs, spec)
-    return outputs if weight is None else LossOutputs(outputs.losses * weight, outputs.clipped)
+    return outputs if weight is None else replace(outputs, losses=outputs.losses * weight)
 
 
 _load = functools.lru_cache(maxsize=8)(load_custom)
@@ -224,8 +224,9 @@ def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
 def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     """Per-token estimates of KL(pi || reference), to be differentiated (Schulman, "Approximating KL divergence", 2020).
 
-    With r = log pi - log ref: k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r. k3 is taken at r clamped to
-    +-LOG_RATIO_BOUND, where its value and its (zero) gradient are finite in float32. ``k1_st`` and ``k3_st`` have the
+    With r = log pi - log ref: k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r. k3 is taken at r of at least
+    -LOG_RATIO_BOUND, below which its value and its (then zero) gradient would overflow float32; above, it is about
+    r - 1, and nothing has to be cut. ``k1_st`` and ``k3_st`` have the
     value of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL: that of k1 is 0, that of k3
     belongs to the KL the other way round (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for
     RL", 2025).
@@ -247,7 +248,7 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tenso
         return r, torch.zeros_like(r, dtype=torch.bool)
     if estimator == "k2":
         return 0.5 * r * r, torch.zeros_like(r, dtype=torch.bool)
-    bounded = r.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = r.clamp(min=-LOG_RATIO_BOUND)
     return torch.expm1(-bounded) + bounded, bounded != r
 
 

@@ -104,6 +104,8 @@ def test_the_signature_is_checked_before_anything_runs(tmp_path: Path, signature
         ("no_such_file.py:mine", "cannot be read"),
         ("no_such_package_at_all.module.mine", "no_such_package_at_all"),
         ("nightshift.no_such_module.mine", "nightshift.no_such_module"),
+        ("math.sqrt", "with a source in Python"),
+        ("sys.path", "with a source in Python"),
         ("not a name.at all", "neither"),
         ("file.txt:mine", "path.py:function"),
     ],

@@ -19,6 +19,7 @@ from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import unpack_samples
 from orchestrator.runner.preference import pair_samples, preference_spec
 from tests.fixtures.rows import write_jsonl, write_parquet
+from tests.fixtures.tokenizer_k import TEMPLATE_WITHOUT_SYSTEM, write_folder
 
 ASK = [{"role": "user", "content": "1+1"}]
 
@@ -78,6 +79,52 @@ def test_pairs_that_are_too_long_and_files_without_columns_are_refused(tmp_path:
     assert load(tokenizer, rows, tmp_path, overlong_prompts="drop").dropped["overlong"] == 1
     with pytest.raises(BadInputError, match="no column 'rejected'"):
         load(tokenizer, [{"prompt": "a", "chosen": "b"}], tmp_path)
+
+
+def test_o28_long_prompts_of_pairs_keep_their_last_tokens_where_the_job_says_so(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    row = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    whole = load(tokenizer, [row], tmp_path).pairs[0].prompt_ids
+    found = load(tokenizer, [row], tmp_path, max_prompt_length=8, overlong_prompts="left")
+    assert found.pairs[0].prompt_ids.tolist() == whole[-8:].tolist()
+    assert (found.cut, "1 cut" in found.summary()) == (1, True)
+
+
+def test_o27_a_system_turn_of_a_pair_is_folded_where_the_template_refuses_it(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path / "model", template=TEMPLATE_WITHOUT_SYSTEM))
+    row = {"prompt": [{"role": "system", "content": "be short"}, *ASK], "chosen": "2", "rejected": "3"}
+    with pytest.raises(BadInputError, match=r"row 1: .*System role"):
+        load(tokenizer, [row], tmp_path)
+    (pair,) = load(tokenizer, [row], tmp_path, system_role="fold").pairs
+    text = tokenizer.decode(pair.prompt_ids, skip_special_tokens=False)
+    assert text == "<bos>user:be short\n\n1+1<eot>assistant:"
+
+
+def test_an_answer_with_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    row = {"prompt": "12", "chosen": "2?", "rejected": "3"}
+    with pytest.raises(BadInputError, match=r"row 1: the tokenizer gives id .* vocab_size is 40"):
+        load(Tokenizer.load(folder), [row], tmp_path, apply_chat_template=False)
+
+
+def test_a_built_in_template_that_the_tokenizer_has_no_tokens_for_is_said(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path / "model"), "chatml")
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert "<|im_start|>" in load(tokenizer, [row], tmp_path).warnings[0]
+
+
+def test_pairs_of_files_with_one_name_have_names_of_their_own_and_weights(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    files = []
+    for folder, count in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        rows = [{"prompt": f"{folder}{at}", "chosen": "2", "rejected": "3"} for at in range(count)]
+        files.append(write_jsonl(tmp_path / folder / "pairs.jsonl", rows))
+    found = load_pairs(DataConfig(train_files=[str(path) for path in files]), files, tokenizer, 9)
+    assert [pair.row_id for pair in found.pairs] == ["0/pairs.jsonl:1", "1/pairs.jsonl:1", "1/pairs.jsonl:2"]
+    assert found.parts([3.0, 0.5]) == [(1, 3.0), (2, 0.5)]
 
 
 def test_conversion_writes_parquet_that_loads_as_the_same_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:

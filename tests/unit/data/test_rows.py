@@ -7,7 +7,9 @@ import decimal
 import json
 from pathlib import Path
 
+import msgpack
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nightshift.data.rows import read_table
@@ -110,3 +112,39 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "state.json").write_text("[", encoding="utf-8")
     with pytest.raises(BadInputError, match=r"state\.json"):
         read_table(folder, {"a"})
+
+
+@pytest.mark.parametrize("row", [{"prompt": "\ud800"}, {"prompt": [{"role": "user", "content": "a\udfff"}]}])
+def test_o26_text_that_is_no_unicode_is_refused_by_row_and_column(tmp_path: Path, row: dict[str, object]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(BadInputError, match=r"a\.jsonl', row 2: column 'prompt' holds text that is no Unicode"):
+        read_table(path, {"prompt"})
+    assert len(read_table(path, {"other"}).rows) == 2
+
+
+def test_numbers_of_json_that_no_wire_holds_are_text(tmp_path: Path) -> None:
+    values = [2**64 - 1, -(2**63), 2**64, -(2**63) - 1, True]
+    (row,) = read_table(write_jsonl(tmp_path / "a.jsonl", [{"answer": values}]), {"answer"}).rows
+    assert row.values["answer"] == [2**64 - 1, -(2**63), str(2**64), str(-(2**63) - 1), True]
+    assert msgpack.unpackb(msgpack.packb(dict(row.values))) == row.values
+
+
+def test_a_wanted_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["prompt", "prompt", "other"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadInputError, match="two columns 'prompt'"):
+        read_table(tmp_path / "a.parquet", {"prompt"})
+    assert read_table(tmp_path / "a.parquet", {"other"}).rows[0].values == {"other": "c"}
+
+
+@pytest.mark.parametrize("kind", ["large_string", "dictionary", "string_view"])
+def test_o25_texts_of_any_arrow_type_are_texts(tmp_path: Path, kind: str) -> None:
+    texts = pa.array(["1+1", "2+2"])
+    types = {"large_string": pa.large_string(), "string_view": pa.string_view()}
+    column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(types[kind])
+    message = pa.StructArray.from_arrays([column, column], names=["role", "content"])
+    turns = pa.LargeListArray.from_arrays(pa.array([0, 1, 2], pa.int64()), message)
+    pq.write_table(pa.table({"a": column, "b": turns}), tmp_path / "a.parquet")
+    rows = read_table(tmp_path / "a.parquet", {"a", "b"}).rows
+    assert [row.values["a"] for row in rows] == ["1+1", "2+2"]
+    assert rows[1].values["b"] == [{"role": "2+2", "content": "2+2"}]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from nightshift.cli.data import check_data
 from nightshift.config.load import load_job
 from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.runner.inputs import load_inputs, make_cursor
+from orchestrator.runner.preference import PreferenceInputs
 from tests.fixtures.rows import write_jsonl
 from tests.fixtures.tokenizer_k import write_folder
 
@@ -82,3 +84,31 @@ def test_weights_belong_to_files(tmp_path: Path) -> None:
         make_job(tmp_path, weights=[1.0])
     with pytest.raises(BadInputError, match="above 0"):
         make_job(tmp_path, weights=[0, 0])
+
+
+def test_epochs_are_counted_in_rows_under_the_weights(tmp_path: Path) -> None:
+    spec = make_job(tmp_path, weights=[0.5, 3])
+    inputs = load_inputs(spec)
+    assert spec.trainer.total_epochs == 1
+    assert inputs.total_steps == 4  # 2 + 6 rows in batches of 2, and not the 6 rows of the files
+    cursor = make_cursor(spec, inputs.train)
+    assert [cursor.next()[0] for _ in range(9)] == [0] * 8 + [1]
+    assert check_data(spec).total_steps == inputs.total_steps
+
+
+def test_pairs_are_mixed_and_ordered_as_prompts_are(tmp_path: Path) -> None:
+    source = "def order(pairs, epoch):\n    return [-len(pair.chosen) for pair in pairs]\n"
+    spec = make_job(tmp_path, source, weights=[0.5, 3], curriculum="order.py:order")
+    for name, count in (("easy", 4), ("hard", 2)):
+        rows = [{"prompt": f"{name}", "chosen": "x" * (at + 1), "rejected": "y"} for at in range(1, count + 1)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    spec.algorithm.policy_loss = "dpo"
+    inputs = PreferenceInputs(spec)
+    assert inputs.total_steps == check_data(spec).total_steps == 4
+    cursor = make_cursor(spec, inputs.train)
+    found = [inputs.train.pairs[cursor.next()[1]] for _ in range(8)]
+    assert [pair.row_id for pair in found if pair.row_id.startswith("hard")] == ["hard.jsonl:2"] * 3 + [
+        "hard.jsonl:1"
+    ] * 3
+    lengths = [len(pair.chosen) for pair in found]
+    assert lengths == sorted(lengths, reverse=True)

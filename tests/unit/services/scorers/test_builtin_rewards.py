@@ -123,6 +123,9 @@ def test_a_dialogue_is_filled_in_as_text() -> None:
 # Code ----------------------------------------------------------------------------------------------------------------
 
 
+PRINTS_2 = [{"input": "", "output": "2"}]
+
+
 def coder(**settings: Any) -> CodeScorer:
     return CodeScorer(CodeReward(cpu_s=1, **settings).model_dump(mode="json"))
 
@@ -142,6 +145,15 @@ def test_programs_are_scored_by_assertions_and_by_input_and_output() -> None:
     half = score(coder(partial=True), "print(4)", pairs)
     assert half["score"] == 0.5
     assert half["parts"]["tests_passed"] == 0.5
+
+
+@pytest.mark.parametrize("leave", ["exit()", "import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)"])
+def test_a_program_that_leaves_before_its_assertions_has_passed_none(leave: str) -> None:
+    scorer = coder()
+    assert score(scorer, leave, "assert f(1) == 2")["score"] == 0.0
+    assert (
+        score(scorer, f"print(2, flush=True)\n{leave}", PRINTS_2)["score"] == 1.0
+    )  # what it printed is all it was asked
 
 
 def test_a_row_without_tests_is_unscored() -> None:

@@ -197,6 +197,29 @@ def test_o01_a_wild_reference_stays_finite_and_is_counted() -> None:
     assert kl_terms(torch.tensor([-101.0]), torch.tensor([-1.0]), "k1")[0].item() == -100.0
 
 
+def test_o01_k3_far_above_the_reference_has_its_own_value_and_slope() -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    terms, clamped = kl_terms(logprobs, torch.tensor([-101.0]), "k3")
+    terms.sum().backward()
+    assert terms.item() == pytest.approx(99.0)  # e^-100 - 1 + 100
+    assert logprobs.grad.item() == pytest.approx(1.0)  # 1 - e^-100: the token is still pulled back
+    assert not clamped.any()
+
+
+def test_sums_of_a_loss_of_the_users_own_outlive_importance_weights(tmp_path: Path) -> None:
+    source = (
+        "from services.trainer.losses import LossOutputs\n\n\n"
+        "def loss(inputs, spec):\n"
+        "    return LossOutputs(-inputs.logprobs, inputs.mask, {'tokens': inputs.mask.sum()})\n"
+    )
+    (tmp_path / "own.py").write_text(source)
+    sample = inputs(tensor([-1, -0.5]).requires_grad_(), [-1.6, -0.9], [1, -1], proximal=tensor([-1.1, -1]))
+    spec = LossSpec(policy_loss=f"{tmp_path / 'own.py'}:loss", options={"importance_cap": 1.5})
+    outputs = policy_loss(sample, spec)
+    assert outputs.sums["tokens"].item() == 2
+    close(outputs.losses.detach(), [1.5, 0.5 * 0.904837])
+
+
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advantage: float) -> None:
