@@ -101,7 +101,7 @@ def _refuse_twins(source: Path, names: Sequence[str]) -> None:
 
 
 def _row(source: Path, number: int, values: Mapping[str, Any]) -> Row:
-    plain = {}
+    plain: dict[str, Any] = {}
     for name, value in values.items():
         try:
             plain[name] = _plain(value)

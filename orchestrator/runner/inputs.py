@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nightshift.algorithms.custom import load_custom
@@ -9,7 +10,7 @@ from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt, PromptSet, Tokenizer, load_prompts
 from nightshift.data.curriculum import epoch_keys
 from nightshift.data.cursor import epoch_rows
-from nightshift.data.preferences import PairSet
+from nightshift.data.preferences import Pair, PairSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def make_cursor(spec: JobSpec, train: PromptSet | PairSet) -> Cursor:
         BadInputError: weights or order do not fit the rows.
     """
     curriculum = spec.data.curriculum
-    rows = train.prompts if isinstance(train, PromptSet) else train.pairs
+    rows: Sequence[Prompt] | Sequence[Pair] = train.prompts if isinstance(train, PromptSet) else train.pairs
     keys = None
     if curriculum is not None:
         keys = epoch_keys(load_custom(curriculum, "data.curriculum"), curriculum, rows)
