@@ -147,7 +147,7 @@ def test_programs_are_scored_by_assertions_and_by_input_and_output() -> None:
     assert half["parts"]["tests_passed"] == 0.5
 
 
-@pytest.mark.parametrize("leave", ["exit()", "import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)"])
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)"])
 def test_a_program_that_leaves_before_its_assertions_has_passed_none(leave: str) -> None:
     scorer = coder()
     assert score(scorer, leave, "assert f(1) == 2")["score"] == 0.0
