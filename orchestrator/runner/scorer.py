@@ -54,7 +54,7 @@ class ScorerClient:
         application: the deployment behind the ingress.
         timeout_s: deadline of one attempt.
         sample_s: added to the deadline for each sample of a call: a reward function may take its limit for each.
-        away_s: how long the scorer may be away before the call fails.
+        away_s: how long the scorer may be away, or let attempts run out of time, before the call fails.
         batch_samples: most samples in one call; a single group may exceed it.
         batch_wait_s: how long a call waits for further groups.
         token: that its calls must carry; "": none.
@@ -189,20 +189,23 @@ class ScorerClient:
 
     async def _retry(self, call: Any, timeout_s: float) -> Any:
         deadline = time.monotonic() + self._away_s
-        pause = 0.2
+        pause, asked = 0.2, 0
         while True:
+            asked += 1
             try:
                 return await call()
             except grpc.aio.AioRpcError as error:
                 code, detail = error.code(), (error.details() or "").strip().splitlines()
                 cause = detail[0] if detail else code.name
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise RoleTimeoutError(
-                        f"{self._url} did not answer within {timeout_s:g} s", role=self.role
-                    ) from error
-                if code not in _AGAIN:
+                    # A replica that is being replaced answers nothing either, and may take longer than one call has.
+                    if time.monotonic() + pause > deadline:
+                        raise RoleTimeoutError(
+                            f"{self._url} did not answer within {timeout_s:g} s, asked {asked} times", role=self.role
+                        ) from error
+                elif code not in _AGAIN:
                     raise RoleError(f"{self._url} refused the call ({code.name}): {cause}", role=self.role) from error
-                if time.monotonic() + pause > deadline:
+                elif time.monotonic() + pause > deadline:
                     raise RoleTimeoutError(
                         f"{self._url} was away for {self._away_s:g} s ({code.name}): {cause}", role=self.role
                     ) from error
