@@ -1,12 +1,11 @@
-"""Estimators of the user's own: ``path.py:function`` or ``package.module.function``.
+"""Estimators, losses and curricula of the user's own: ``path.py:function`` or ``package.module.function``.
 
-Checking reads the source and runs nothing of it. Loading runs it, so that only the process that computes advantages
-(the run's own) ever does.
+Checking reads the source and runs nothing of it. Loading runs it, so that only the process that calls it ever does: the
+run's own for advantages and curricula, the trainer's ranks for losses.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nightshift.config.functions import check_function, split_reference
+from nightshift.config.functions import FUNCTION_ARGUMENTS, check_reference, find_source
 from nightshift.wire.errors import BadInputError
 
 _KEY = "algorithm.estimator"
@@ -26,16 +25,6 @@ _FIXES = {
     "algorithm.policy_loss": "A policy loss is a function of (inputs, spec) that returns [T] losses",
     "data.curriculum": "A curriculum is a function of (prompts, epoch) that returns one number per prompt",
 }
-_ARGUMENTS = {
-    _KEY: "(batch, config)",
-    "algorithm.policy_loss": "(inputs, spec)",
-    "data.curriculum": "(prompts, epoch)",
-}
-
-
-def is_custom(name: str) -> bool:
-    """Whether the name is a reference to code and not a registered name."""
-    return ":" in name or "." in name
 
 
 def check_custom(name: str, key: str = _KEY) -> None:
@@ -47,13 +36,14 @@ def check_custom(name: str, key: str = _KEY) -> None:
     Raises:
         BadInputError: no such file, module or function, or another signature.
     """
-    path, function = _locate(name, key)
     try:
-        definition = check_function(path, function)
+        path, function = find_source(name)
     except ValueError as error:
-        raise _bad(key, name, f"file {str(path)!r} {error}") from error
-    if definition is not None and (problem := _signature_problem(definition.args, _ARGUMENTS[key])):
-        raise _bad(key, name, f"{function!r} {problem}")
+        raise _bad(key, name, str(error)) from error
+    try:
+        check_reference(path, function, FUNCTION_ARGUMENTS[key])
+    except ValueError as error:
+        raise _bad(key, name, str(error)) from error
 
 
 def load_custom(name: str, key: str = _KEY) -> Callable[..., Any]:
@@ -65,7 +55,7 @@ def load_custom(name: str, key: str = _KEY) -> Callable[..., Any]:
     check_custom(name, key)
     try:
         if ":" in name:
-            path, function = _locate(name, key)
+            path, function = find_source(name)
             module = _run_file(path)
         else:
             dotted, _, function = name.rpartition(".")
@@ -79,50 +69,8 @@ def load_custom(name: str, key: str = _KEY) -> Callable[..., Any]:
     try:
         inspect.signature(estimator).bind(None, None)
     except TypeError as error:
-        raise _bad(key, name, f"{function!r} cannot be called with {_ARGUMENTS[key]}: {error}") from error
+        raise _bad(key, name, f"{function!r} cannot be called with {FUNCTION_ARGUMENTS[key]}: {error}") from error
     return estimator
-
-
-def _locate(name: str, key: str) -> tuple[Path, str]:
-    """The source file and the function's name."""
-    if ":" in name:
-        try:
-            file, function = split_reference(name)
-        except ValueError as error:
-            raise _bad(key, name, str(error)) from error
-        return Path(file), function
-    dotted, _, function = name.rpartition(".")
-    parts = dotted.split(".")
-    if not all(part.isidentifier() for part in (*parts, function)):
-        raise _bad(key, name, "neither path.py:function nor package.module.function")
-    # Only the top-level package is looked up: find_spec on a submodule would import its parents.
-    spec = importlib.util.find_spec(parts[0])
-    if spec is None:
-        raise _bad(key, name, f"there is no module {parts[0]!r}")
-    if len(parts) == 1:
-        found = [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
-    else:
-        roots = [Path(root).joinpath(*parts[1:]) for root in spec.submodule_search_locations or ()]
-        found = [path for root in roots for path in (root.with_suffix(".py"), root / "__init__.py") if path.is_file()]
-    if not found:
-        raise _bad(key, name, f"there is no module {dotted!r} with a source in Python")
-    return found[0], function
-
-
-def _signature_problem(arguments: ast.arguments, wanted: str) -> str:
-    positional = len(arguments.posonlyargs) + len(arguments.args)
-    required = positional - len(arguments.defaults)
-    keywords = [
-        argument.arg
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None
-    ]
-    if required > 2 or (positional < 2 and arguments.vararg is None):
-        names = ", ".join(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-        return f"takes ({names}), expected {wanted}"
-    if keywords:
-        return f"asks for the keyword {keywords[0]!r}, expected {wanted}"
-    return ""
 
 
 def _run_file(path: Path) -> ModuleType:

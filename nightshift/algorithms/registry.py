@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from nightshift.algorithms import estimators
 from nightshift.algorithms.batch import AdvantageBatch, Valued
-from nightshift.algorithms.custom import check_custom, is_custom, load_custom
+from nightshift.algorithms.custom import check_custom, load_custom
 from nightshift.config.algorithm import AlgorithmConfig
+from nightshift.config.functions import is_reference
 from nightshift.wire.errors import BadInputError
 
 
@@ -84,13 +85,13 @@ def check_estimator(name: str, *, has_critic: bool = True, has_teacher: bool = T
                 fix="Choose an estimator without a critic (grpo, rloo, reinforce_plus_plus), or give scorers.critic",
             )
         return
-    if not is_custom(name):
+    if not is_reference(name):
         near = difflib.get_close_matches(name, REGISTRY, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise BadInputError(
             f"algorithm.estimator {name!r} is unknown",
             role="job",
-            fix=f"{hint}There are {', '.join(REGISTRY)}, or path.py:function",
+            fix=f"{hint}There are {', '.join(REGISTRY)}, path.py:function or package.module.function",
         )
     check_custom(name)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from nightshift.config.base import Section
+from nightshift.config.functions import is_reference
 
 #: Policy losses by name, and whether their ratio is taken against the policy that sampled (which corrects for it).
 POLICY_LOSSES = {
@@ -22,9 +23,10 @@ PREFERENCE_LOSSES = ("dpo", "ipo")
 
 def _check_loss(name: str) -> str:
     known = (*POLICY_LOSSES, *PREFERENCE_LOSSES)
-    if name not in known and ":" not in name:
+    if name not in known and not is_reference(name):
         raise ValueError(
-            f"algorithm.policy_loss {name!r} is unknown: choose one of {', '.join(known)}, or path.py:function"
+            f"algorithm.policy_loss {name!r} is unknown: choose one of {', '.join(known)}, path.py:function "
+            "or package.module.function"
         )
     return name
 
@@ -34,7 +36,8 @@ class AlgorithmConfig(Section):
 
     estimator: str = "grpo"
     """Advantage estimator: a registered name (grpo, dr_grpo, rloo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, gae, vtrace, distillation), or a function of (batch, config): ``path.py:function``."""
+    reinforce_plus_plus_baseline, gae, vtrace, distillation), or a function of (batch, config): ``path.py:function``
+    or ``package.module.function``."""
 
     std: Literal["sample", "population"] = "sample"
     """Standard deviation that GRPO divides by."""
@@ -44,7 +47,7 @@ class AlgorithmConfig(Section):
 
     policy_loss: Annotated[str, AfterValidator(_check_loss)] = "ppo_clip"
     """Policy loss: ppo_clip, ppo_clip_proximal, decoupled_ppo, gspo, cispo; dpo, ipo on preference data; or a function
-    of (inputs, spec) that returns [T] losses: ``path.py:function``."""
+    of (inputs, spec) that returns [T] losses: ``path.py:function`` or ``package.module.function``."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio is clipped to at least 1 - clip_low."""

@@ -19,8 +19,8 @@ class DataConfig(Section):
     """How often an epoch holds the rows of each train file: 2 is twice, 0.5 every other row; null: each row once."""
 
     curriculum: str | None = None
-    """``path.py:function`` of (prompts, epoch) that returns one number per prompt: in each epoch those with lower
-    numbers come first; null: no such order."""
+    """``path.py:function`` or ``package.module.function`` of (prompts, epoch) that returns one number per prompt: in
+    each epoch those with lower numbers come first; null: no such order."""
 
     test_files: list[str] = Field(default_factory=list)
     """Held-out prompts for the evaluation; empty: no evaluation."""

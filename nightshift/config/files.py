@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nightshift.config.functions import (
+    FUNCTION_ARGUMENTS,
     check_function,
+    check_reference,
     check_reward_parameters,
+    find_source,
+    is_reference,
     required_parameters,
     split_reference,
 )
@@ -60,16 +64,14 @@ def resolve_files(spec: JobSpec, base: Path, *, check: bool = True) -> list[str]
             section.model = _model(section.model, base, f"scorers.{role}.model", problems)
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, PythonReward):
-            reward.function = _function(reward.function, base, f"rewards[{index}].function", problems, is_reward=True)
+            reward.function = _function(reward.function, base, f"rewards[{index}].function", problems)
         elif isinstance(reward, ClassifierReward | EmbeddingReward):
             reward.model = _model(reward.model, base, f"rewards[{index}].model", problems)
-    if spec.data.curriculum is not None:
-        spec.data.curriculum = _function(spec.data.curriculum, base, "data.curriculum", problems, parameters=2)
-    if ":" in spec.algorithm.policy_loss:
-        loss = spec.algorithm.policy_loss
-        spec.algorithm.policy_loss = _function(loss, base, "algorithm.policy_loss", problems, parameters=2)
-    if ":" in spec.algorithm.estimator:
-        spec.algorithm.estimator = _function(spec.algorithm.estimator, base, "algorithm.estimator", problems)
+    for section, name in ((spec.data, "curriculum"), (spec.algorithm, "policy_loss"), (spec.algorithm, "estimator")):
+        text = getattr(section, name)
+        key = f"{'data' if section is spec.data else 'algorithm'}.{name}"
+        if text is not None and (key == "data.curriculum" or is_reference(text)):
+            setattr(section, name, _custom(text, base, key, problems))
     spec.resources.runs_dir = absolute(spec.resources.runs_dir, Path.cwd())
     spec.resources.weight_store = absolute(spec.resources.weight_store, Path.cwd())
     return problems if check else []
@@ -142,9 +144,28 @@ def _model(text: str, base: Path, key: str, problems: list[str]) -> str:
     return text
 
 
-def _function(
-    text: str, base: Path, key: str, problems: list[str], *, is_reward: bool = False, parameters: int | None = None
-) -> str:
+def _custom(text: str, base: Path, key: str, problems: list[str]) -> str:
+    """A function of the user's with the path absolute; a module's name stays as it is."""
+    try:
+        path, name = find_source(text)
+    except ValueError as error:
+        problems.append(f"{key}: {text!r} {error}")
+        return text
+    if ":" in text:
+        path = Path(absolute(str(path), base))
+        text = f"{path}:{name}"
+        if not _exists(str(path)):
+            problems.append(f"{key}: no file {str(path)!r}")
+            return text
+    try:
+        check_reference(path, name, FUNCTION_ARGUMENTS[key])
+    except ValueError as error:
+        problems.append(f"{key}: {error}")
+    return text
+
+
+def _function(text: str, base: Path, key: str, problems: list[str]) -> str:
+    """A reward function with its path absolute."""
     try:
         file, name = split_reference(text)
     except ValueError as error:
@@ -153,20 +174,15 @@ def _function(
     path = Path(absolute(file, base))
     if not _exists(str(path)):
         problems.append(f"{key}: no file {str(path)!r}")
-    else:
+        return f"{path}:{name}"
+    try:
+        definition = check_function(path, name, allow_async=True)
+    except ValueError as error:
+        problems.append(f"{key}: file {str(path)!r} {error}")
+        return f"{path}:{name}"
+    if definition is not None:
         try:
-            definition = check_function(path, name, allow_async=is_reward)
+            check_reward_parameters(definition)
         except ValueError as error:
-            problems.append(f"{key}: file {str(path)!r} {error}")
-        else:
-            if parameters is not None and definition is not None:
-                taken = len(definition.args.posonlyargs) + len(definition.args.args)
-                required = taken - len(definition.args.defaults)
-                if required > parameters or (taken < parameters and definition.args.vararg is None):
-                    problems.append(f"{key}: function {name!r} takes {taken} parameters, expected {parameters}")
-            if is_reward and definition is not None:
-                try:
-                    check_reward_parameters(definition)
-                except ValueError as error:
-                    problems.append(f"{key}: function {error}")
+            problems.append(f"{key}: function {error}")
     return f"{path}:{name}"

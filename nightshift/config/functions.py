@@ -1,9 +1,13 @@
-"""``path.py:function`` references, checked by reading the source: nothing of the user's is run here."""
+"""References to code, ``path.py:function`` or ``package.module.function``, checked by reading the source.
+
+Nothing of the user's is run here.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,6 +26,19 @@ _ALIASES = {
 }
 
 
+#: Keys whose value may be a function of the user's beside a name, and what it is called with.
+FUNCTION_ARGUMENTS = {
+    "algorithm.estimator": "(batch, config)",
+    "algorithm.policy_loss": "(inputs, spec)",
+    "data.curriculum": "(prompts, epoch)",
+}
+
+
+def is_reference(text: str) -> bool:
+    """Whether the text refers to code, and is not a registered name."""
+    return ":" in text or "." in text
+
+
 def split_reference(text: str) -> tuple[str, str]:
     """Splits ``path.py:function``.
 
@@ -32,6 +49,66 @@ def split_reference(text: str) -> tuple[str, str]:
     if not colon or not path.endswith(".py") or not name.isidentifier():
         raise ValueError("must be path.py:function")
     return path, name
+
+
+def find_source(text: str) -> tuple[Path, str]:
+    """The source file and the function's name of ``path.py:function`` or ``package.module.function``.
+
+    Modules are looked up in this process's path; of a package, nothing is imported.
+
+    Raises:
+        ValueError: neither form, or there is no such module with a source in Python.
+    """
+    if ":" in text:
+        file, function = split_reference(text)
+        return Path(file), function
+    module, _, function = text.rpartition(".")
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in (*parts, function)):
+        raise ValueError("is neither path.py:function nor package.module.function")
+    # Only the top-level package is looked up: find_spec on a submodule would import its parents.
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except (ImportError, ValueError):  # __main__, and what a broken finder raises
+        spec = None
+    if spec is None:
+        raise ValueError(f"is not there: there is no module {parts[0]!r} (is it installed, or on PYTHONPATH?)")
+    if len(parts) == 1:
+        found = [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
+    else:
+        roots = [Path(root).joinpath(*parts[1:]) for root in spec.submodule_search_locations or ()]
+        found = [path for root in roots for path in (root / "__init__.py", root.with_suffix(".py")) if path.is_file()]
+    if not found:
+        raise ValueError(f"is not there: there is no module {module!r} with a source in Python")
+    return found[0], function
+
+
+def check_reference(path: Path, function: str, arguments: str) -> None:
+    """Checks that the file holds the function and that it can be called with two arguments.
+
+    Args:
+        arguments: what it is called with, a value of FUNCTION_ARGUMENTS.
+
+    Raises:
+        ValueError: not so; the message starts with the file or the function.
+    """
+    try:
+        definition = check_function(path, function)
+    except ValueError as error:
+        raise ValueError(f"file {str(path)!r} {error}") from error
+    if definition is None:
+        return
+    taken = definition.args
+    positional = len(taken.posonlyargs) + len(taken.args)
+    required = positional - len(taken.defaults)
+    keywords = [
+        argument.arg for argument, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is None
+    ]
+    if required > 2 or (positional < 2 and taken.vararg is None):
+        names = ", ".join(argument.arg for argument in (*taken.posonlyargs, *taken.args))
+        raise ValueError(f"function {function!r} takes ({names}), expected {arguments}")
+    if keywords:
+        raise ValueError(f"function {function!r} asks for the keyword {keywords[0]!r}, expected {arguments}")
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,4 +1,4 @@
-"""A user's order of the prompts: ``path.py:function``, called as (prompts, epoch), gives one number per prompt."""
+"""A user's order of the prompts: a function that is called as (prompts, epoch) gives one number per prompt."""
 
 from __future__ import annotations
 

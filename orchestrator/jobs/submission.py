@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from nightshift.cli.runs import JOB, make_run
 from nightshift.config import JobSpec
 from nightshift.config.files import CHAT_TEMPLATES, is_remote, local_files, resolve_files
+from nightshift.config.functions import is_reference
 from nightshift.config.load import write_resolved
 from nightshift.config.messages import explain_all
 from nightshift.config.suggest import dotted
@@ -68,6 +69,12 @@ def validate(document: dict[str, Any]) -> JobSpec:
 def code_fields(spec: JobSpec) -> list[str]:
     """The fields by which a job brings something that is executed."""
     found = [field for field, text in _texts(spec.model_dump(mode="json")) if _FUNCTION.search(text)]
+    modules = {  # of the server's, imported by name
+        "algorithm.estimator": spec.algorithm.estimator,
+        "algorithm.policy_loss": spec.algorithm.policy_loss,
+        "data.curriculum": spec.data.curriculum or "",
+    }
+    found += [field for field, text in modules.items() if is_reference(text) and field not in found]
     found += [f"rewards[{at}].type" for at, reward in enumerate(spec.rewards) if reward.type == "code"]
     for at, reward in enumerate(spec.rewards):
         if getattr(reward, "api_key_variable", None):  # any variable of the server, sent to any address

@@ -8,6 +8,7 @@ import numpy as np
 
 from nightshift.config.algorithm import POLICY_LOSSES as POLICY_LOSS_NAMES
 from nightshift.config.algorithm import PREFERENCE_LOSSES
+from nightshift.config.functions import is_reference
 from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec, Sample
 from nightshift.wire.scoring import SequenceInput
@@ -36,7 +37,7 @@ def check_loss_spec(spec: LossSpec) -> None:
         BadInputError: the message names the field and what would be right.
     """
     known = (*POLICY_LOSS_NAMES, *PREFERENCE_LOSSES, VALUE_LOSS)
-    if spec.policy_loss not in known and ":" not in spec.policy_loss:
+    if spec.policy_loss not in known and not is_reference(spec.policy_loss):
         raise _bad(f"unknown policy loss {spec.policy_loss!r}", f"Choose one of {', '.join(known)}")
     if spec.aggregation not in AGGREGATIONS:
         raise _bad(f"unknown loss aggregation {spec.aggregation!r}", f"Choose one of {', '.join(AGGREGATIONS)}")
@@ -47,7 +48,7 @@ def check_loss_spec(spec: LossSpec) -> None:
     if not spec.temperature > 0:
         raise _bad(f"temperature is {spec.temperature}", "It must be positive")
     unknown = sorted(set(spec.options) - _OPTIONS)
-    if unknown and ":" not in spec.policy_loss:
+    if unknown and not is_reference(spec.policy_loss):
         raise _bad(f"unknown loss option {unknown[0]!r}", f"Known are {', '.join(sorted(_OPTIONS))}")
     if spec.policy_loss in PREFERENCE_LOSSES:
         if not spec.options.get("beta", 0.0) > 0:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nightshift.algorithms.custom import load_custom
+from nightshift.config.functions import is_reference
 from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import check_loss_spec
@@ -73,7 +74,7 @@ def policy_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
         BadInputError: unknown loss or option.
     """
     check_loss_spec(spec)
-    if ":" in spec.policy_loss:
+    if is_reference(spec.policy_loss):
         outputs = _custom_loss(inputs, spec)
     elif spec.policy_loss in POLICY_LOSSES:
         outputs = POLICY_LOSSES[spec.policy_loss](inputs, spec)
@@ -87,7 +88,7 @@ _load = functools.lru_cache(maxsize=8)(load_custom)
 
 
 def _custom_loss(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
-    """A loss from the user's file: ``function(inputs, spec)`` gives [T] losses, or a :class:`LossOutputs`.
+    """A loss of the user's own: ``function(inputs, spec)`` gives [T] losses, or a :class:`LossOutputs`.
 
     Raises:
         BadInputError: it cannot be loaded.

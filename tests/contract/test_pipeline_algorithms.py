@@ -16,7 +16,7 @@ from tests.fakes import policy
 from tests.fakes.audit import balance
 from tests.fakes.run import FakeRun
 from tests.fakes.scorers import FakeScorers
-from tests.fakes.trainer import FakeTrainer, Update
+from tests.fakes.trainer import AnsweringTrainer, FakeTrainer, Update
 
 CRITIC = "critic"
 
@@ -39,21 +39,6 @@ class ValuedScorers(FakeScorers):
             return super()._one(application, sample)
         values = np.full(len(sample["response_ids"]), 0.5, np.float32)
         return {"id": sample["id"], "logprobs": values, "token_ids": sample["response_ids"]}
-
-
-class AnsweringTrainer(FakeTrainer):
-    """Also answers LogProbs, which V-trace asks for."""
-
-    async def LogProbs(self, request: Any, context: Any) -> Any:
-        """Log-probs under the present weights."""
-        results = [
-            {
-                "id": item["id"],
-                "logprobs": policy.score(self.weights, item["prompt_ids"], item["response_ids"], item["temperature"]),
-            }
-            for item in codec.unpack(request.samples)
-        ]
-        return trainer_pb2.LogProbsResponse(results=codec.pack(results), seconds=0.001)
 
 
 class CriticRun(FakeRun):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance
 from tests.fakes.run import FakeRun
+from tests.fakes.trainer import FakeTrainer
 
 STALENESS = [0, 1, 2, None]
 
@@ -198,3 +200,33 @@ async def test_a_cap_below_the_batch_does_not_stop_the_run(tmp_path: Path, cap: 
     async with FakeRun(tmp_path, prompts=16, pipeline=settings, rollout={"batch_size": 4}) as run:
         assert await run.run() == 0, run.error()
         audit(run, steps=4, staleness=1)
+
+
+class ShiftedTrainer(FakeTrainer):
+    """Its log-probs differ from the sampler's by a tenth in the first step, as under another precision."""
+
+    shift = 0.1
+
+    def _apply(self, request: Any, samples: list[Any], loss: Any) -> Any:
+        answer = super()._apply(request, samples, loss)
+        answer.metrics["log_ratio/abs_mean"] = self.shift if request.step == 1 else 2 * self.shift
+        return answer
+
+
+class ShiftedRun(FakeRun):
+    """A run with such a trainer."""
+
+    def _trainer(self, store: Path) -> FakeTrainer:
+        return ShiftedTrainer(store)
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(0.05, True), (0.15, False)])
+async def test_a_log_ratio_above_the_limit_in_the_first_step_is_warned_of_once(
+    tmp_path: Path, limit: float, warned: bool
+) -> None:
+    async with ShiftedRun(tmp_path, prompts=8, algorithm={"max_log_ratio_warn": limit}) as run:
+        assert await run.run() == 0, run.error()
+        assert len(run.updates) == 4  # those after the first are above both limits, and not meant
+        said = [text for text in run.warnings() if "log ratio" in text]
+        assert len(said) == warned
+        assert all("0.1 in the first step" in text and "precision, temperature" in text for text in said)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.test_pipeline_algorithms import AnsweringTrainer
 from tests.fakes import policy
 from tests.fakes.run import FakeRun
-from tests.fakes.trainer import FakeTrainer
+from tests.fakes.trainer import AnsweringTrainer, FakeTrainer
 from tests.fixtures.rows import write_parquet
 
 

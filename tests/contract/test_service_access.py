@@ -75,6 +75,10 @@ async def test_who_may_bring_code_is_a_scope(tmp_path: Path) -> None:
         ordered = remote | {"data": remote["data"] | {"curriculum": f"upload:{digest(REWARD)}/order.py:score"}}
         refused = problem(await api.http.post("/v1/jobs", json=ordered, headers=without), 403)
         assert "data.curriculum" in refused["detail"]
+        for section, name in (("data", "curriculum"), ("algorithm", "policy_loss"), ("algorithm", "estimator")):
+            installed = remote | {section: remote[section] | {name: "subprocess.call"}}
+            refused = problem(await api.http.post("/v1/jobs", json=installed, headers=without), 403)
+            assert f"{section}.{name}" in refused["detail"]
         judge = {"type": "judge", "url": "http://evil.example", "model": "m"}
         for reward in ({"type": "code"}, judge | {"api_key_variable": "NIGHTSHIFT_TOKEN"}):
             problem(await api.http.post("/v1/jobs", json=job(rewards=[reward]), headers=without), 403)

@@ -1,6 +1,6 @@
 """Plays ``nightshift run JOB --resume FOLDER --json``: the real runner, between fake services in this process.
 
-With a fleet, its rollout servers are processes of their own, and are lent to it.
+With a fleet, its rollout servers are processes of their own, and are lent to it; a job on pairs has none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.runner.job import Job
 from tests.fakes.engine import FakeEngine
 from tests.fakes.run import FakeRun
 from tests.fakes.scorers import FakeScorers
-from tests.fakes.trainer import FakeTrainer
+from tests.fakes.trainer import AnsweringTrainer
 
 
 async def run(folder: Path) -> int:
@@ -28,8 +28,9 @@ async def run(folder: Path) -> int:
         fake.run_dir, fake.spec = folder, read_resolved(folder / "job.yaml")
         lent = fake.spec.rollout.fleet is not None  # the servers are those of the service's fleet
         watcher._LOOK_S = 0.05 if lent else watcher._LOOK_S  # leases of the tests are short
-        fake.engines = [] if lent else [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
-        fake.scorers, fake.trainer, fake.reference_url = FakeScorers(), FakeTrainer(Path(store)), ""
+        alone = lent or fake.spec.algorithm.is_preference  # a job on pairs samples nothing
+        fake.engines = [] if alone else [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
+        fake.scorers, fake.trainer, fake.reference_url = FakeScorers(), AnsweringTrainer(Path(store)), ""
         async with fake:
             job = Job(folder, 0)
             loop = asyncio.get_running_loop()

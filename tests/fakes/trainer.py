@@ -342,3 +342,18 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if folder.exists():
             shutil.rmtree(folder)
         part.replace(folder)
+
+
+class AnsweringTrainer(FakeTrainer):
+    """Also answers LogProbs, which V-trace and the evaluation of preference pairs ask for."""
+
+    async def LogProbs(self, request: Any, context: Any) -> Any:
+        """Log-probs under the present weights."""
+        results = [
+            {
+                "id": item["id"],
+                "logprobs": policy.score(self.weights, item["prompt_ids"], item["response_ids"], item["temperature"]),
+            }
+            for item in codec.unpack(request.samples)
+        ]
+        return trainer_pb2.LogProbsResponse(results=codec.pack(results), seconds=0.001)

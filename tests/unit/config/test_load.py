@@ -265,6 +265,40 @@ def test_estimator_from_a_file_is_checked_too(folder: Path) -> None:
     assert "no function 'other'" in refusal(job(folder, algorithm={"estimator": "mine.py:other"}))
 
 
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [
+        ("algorithm.estimator", "(batch, config)"),
+        ("algorithm.policy_loss", "(inputs, spec)"),
+        ("data.curriculum", "(prompts, epoch)"),
+    ],
+)
+def test_functions_of_a_package_are_checked_and_not_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, arguments: str
+) -> None:
+    package = folder / "package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('must not be run by a check')")
+    (package / "deep.py").write_text("def right(one, two): ...\ndef wrong(one): ...\ndef keyed(a, b, *, c): ...\n")
+    monkeypatch.syspath_prepend(str(folder))
+    section, _, name = key.partition(".")
+    spec = load_job(job(folder), [f"{key}=package_of_mine.deep.right"])
+    assert getattr(getattr(spec, section), name) == "package_of_mine.deep.right"
+    for text, says in (
+        ("package_of_mine.deep.wrong", f"'wrong' takes (one), expected {arguments}"),
+        ("package_of_mine.deep.keyed", f"keyword 'c', expected {arguments}"),
+        ("package_of_mine.deep.rihgt", "no function 'rihgt'; did you mean 'right'?"),
+        ("package_of_mine.absent.right", "no module 'package_of_mine.absent'"),
+        ("no_such_package_at_all.right", "no module 'no_such_package_at_all'"),
+        ("math.sqrt", "no module 'math' with a source in Python"),
+        ("not a name.at all", "neither path.py:function nor package.module.function"),
+    ):
+        with pytest.raises(BadInputError) as caught:
+            load_job(job(folder), [f"{key}={text}"])
+        assert key in str(caught.value)
+        assert says in str(caught.value)
+
+
 def test_resolved_job_is_read_back_as_it_was(folder: Path) -> None:
     spec = load_job(job(folder), ["trainer.learning_rate=3e-7", "name=${oc.decode:a1}"])
     write_resolved(spec, folder / "resolved.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_curriculum_puts_prompts_with_low_numbers_first(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("def order(prompts):\n    return []\n", "takes 1 parameters, expected 2"),
+        ("def order(prompts):\n    return []\n", r"takes \(prompts\), expected \(prompts, epoch\)"),
         ("def other(prompts, epoch):\n    return []\n", "no function 'order'"),
     ],
 )
@@ -64,6 +65,20 @@ def test_a_curriculum_with_another_signature_is_refused_before_anything_is_loade
 ) -> None:
     with pytest.raises(BadInputError, match=says):
         make_job(tmp_path, source, curriculum="order.py:order")
+
+
+def test_a_curriculum_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "orders_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sorted.py").write_text(
+        "def hard_first(prompts, epoch):\n    return [p.data_source == 'easy' for p in prompts]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = make_job(tmp_path, curriculum="orders_of_mine.sorted.hard_first")
+    assert spec.data.curriculum == "orders_of_mine.sorted.hard_first"
+    assert "orders_of_mine" not in sys.modules  # reading the job runs nothing of it
+    assert [row[:4] for row in first(spec, 6)] == ["hard"] * 2 + ["easy"] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_a_loss_of_the_users_own_is_called_with_inputs_and_spec(tmp_path: Path) 
     outputs = policy_loss(inputs(logprobs, [-1.0, -2.0], [1, -1]), spec)
     outputs.losses.sum().backward()
     close(logprobs.grad, [-1.0, 1.0])
+
+
+def test_a_loss_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "losses_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "plain.py").write_text("def loss(inputs, spec):\n    return -spec.options['scale'] * inputs.logprobs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "losses_of_mine", raising=False)  # of the other precision
+    monkeypatch.delitem(sys.modules, "losses_of_mine.plain", raising=False)
+    spec = LossSpec(policy_loss="losses_of_mine.plain.loss", options={"scale": 2.0})
+    logprobs = tensor([-1.0, -2.0]).requires_grad_()
+    policy_loss(inputs(logprobs, [-1.0, -2.0], [1, -1]), spec).losses.sum().backward()
+    close(logprobs.grad, [-2.0, -2.0])
+    with pytest.raises(BadInputError, match=r"'losses_of_mine\.gone'"):
+        policy_loss(inputs(logprobs, [-1.0, -2.0], [1, -1]), LossSpec(policy_loss="losses_of_mine.gone.loss"))
 
 
 @pytest.mark.parametrize(
