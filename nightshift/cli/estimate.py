@@ -171,7 +171,7 @@ def _rollout(spec: JobSpec, shape: ModelShape) -> dict[str, int]:
 def _trainer(spec: JobSpec, shape: ModelShape, sequence: int) -> dict[str, int]:
     trainer = spec.trainer
     ranks, stage, size = trainer.ranks, trainer.zero_stage, _BYTES[trainer.dtype]
-    tokens = trainer.micro_batch_size * sequence
+    tokens = trainer.micro_batch_size * sequence * (2 if spec.is_preference else 1)  # of pairs, both
     # Adam's two moments in float32, and a float32 copy of parameters that are not float32 themselves.
     optimiser = shape.parameters * (8 if size == 4 else 12)
     compute = 2 if trainer.autocast else size

@@ -50,10 +50,11 @@ def plan_job(job: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 def make_plan(spec: JobSpec) -> dict[str, Any]:
     """The plan as plain values. ``model`` and what depends on it are None where the model is not on this machine."""
+    pairs = spec.is_preference  # samples nothing: a step is so many pairs, and no policy version is behind
     plan: dict[str, Any] = {
         "name": spec.name,
-        "samples_per_step": spec.rollout.batch_size * spec.rollout.n,
-        "max_staleness": spec.pipeline.max_staleness,
+        "samples_per_step": spec.rollout.batch_size * (2 if pairs else spec.rollout.n),
+        "max_staleness": 0 if pairs else spec.pipeline.max_staleness,
         "parallelism": {"data": spec.trainer.ranks, "zero_stage": spec.trainer.zero_stage},
         "model_path": spec.model.path,
         "model": None,
@@ -73,7 +74,7 @@ def make_plan(spec: JobSpec) -> dict[str, Any]:
     parts = estimate(spec, shape)
     plan["memory"] = {part.role: {"bytes": part.bytes, "made_of": part.made_of} for part in parts}
     plan["memory_total_bytes"] = sum(part.bytes for part in parts)
-    plan["kv_cache_tokens"] = kv_tokens(spec, shape)
+    plan["kv_cache_tokens"] = None if pairs else kv_tokens(spec, shape)
     return plan
 
 
@@ -94,7 +95,8 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
         f"step: {plan['samples_per_step']} samples; at most {plan['max_staleness']} policy versions behind; "
         f"{plan['parallelism']['data']} trainer rank(s), ZeRO stage {plan['parallelism']['zero_stage']}"
     )
-    lines.append(f"KV cache: {plan['kv_cache_tokens']} tokens")
+    if plan["kv_cache_tokens"] is not None:
+        lines.append(f"KV cache: {plan['kv_cache_tokens']} tokens")
     lines.append("memory, estimated:")
     for role, part in plan["memory"].items():
         made = ", ".join(f"{name} {mib(size)}" for name, size in part["made_of"].items() if size)
