@@ -3,6 +3,8 @@
 The functions know nothing of batches: what happens to the token losses is in :mod:`services.trainer.aggregate`.
 ``mu`` is the behaviour policy that sampled the tokens, ``prox`` the policy as it was before this optimiser step. Since
 a batch gets one step, ``prox`` is the current policy without its gradient unless it is given.
+
+Shapes stand in the types: T tokens; B samples, or no axis where there is one. Nothing checks them while a job runs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +23,9 @@ from nightshift.wire.errors import BadInputError, RoleError
 from nightshift.wire.experience import LossSpec
 from services.trainer.checks import check_loss_spec
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int64, Shaped
+
 #: |log ratio| above which exp() is no longer taken at face value: e^20 is far outside every clip range, and float32
 #: overflows at e^88, which would turn a clipped token's zero gradient into NaN.
 LOG_RATIO_BOUND = 20.0
@@ -29,27 +35,27 @@ LOG_RATIO_BOUND = 20.0
 class LossInputs:
     """T response tokens: those of one sample, or of B samples one after the other."""
 
-    logprobs: Tensor  # [T] float32, log pi, with gradient
-    behaviour: Tensor  # [T] float32, log mu
-    advantages: Tensor  # [T] float32
-    mask: Tensor  # [T] bool, true where the token is trained on
-    proximal: Tensor | None = None  # [T] float32, log prox; None: pi without its gradient
-    sequence: Tensor | None = None  # [T] int64, number of the sample that the token belongs to; None: one sample
+    logprobs: Float[Tensor, " T"]  # log pi, with gradient
+    behaviour: Float[Tensor, " T"]  # log mu
+    advantages: Float[Tensor, " T"]
+    mask: Bool[Tensor, " T"]  # true where the token is trained on
+    proximal: Float[Tensor, " T"] | None = None  # log prox; None: pi without its gradient
+    sequence: Int64[Tensor, " T"] | None = None  # number of the token's sample; None: one sample
     sequences: int = 1  # B
 
     @property
-    def prox(self) -> Tensor:
+    def prox(self) -> Float[Tensor, " T"]:
         """Log-probs of the policy before this optimiser step, without gradient."""
         return self.logprobs.detach() if self.proximal is None else self.proximal
 
-    def sequence_sum(self, values: Tensor) -> Tensor:
+    def sequence_sum(self, values: Float[Tensor, " T"]) -> Float[Tensor, "*B"]:
         """Sum of [T] values over the trained tokens of each sample: [B], or a scalar where there is one sample."""
         kept = values.masked_fill(~self.mask, 0.0)
         if self.sequence is None:
             return kept.sum()
         return kept.new_zeros(self.sequences).index_add(0, self.sequence, kept)
 
-    def per_token(self, values: Tensor) -> Tensor:
+    def per_token(self, values: Shaped[Tensor, "*B"]) -> Shaped[Tensor, " T"]:
         """The sample's value, of what :meth:`sequence_sum` gives, for each of its tokens: [T]."""
         return values.expand(len(self.logprobs)) if self.sequence is None else values[self.sequence]
 
@@ -58,9 +64,9 @@ class LossInputs:
 class LossOutputs:
     """Per-token results of a loss."""
 
-    losses: Tensor  # [T], with gradient
-    clipped: Tensor  # [T] bool, true where the clip took effect
-    sums: dict[str, Tensor] = field(default_factory=dict)  # further sums over the samples, scalars without gradient
+    losses: Float[Tensor, " T"]  # with gradient
+    clipped: Bool[Tensor, " T"]  # true where the clip took effect
+    sums: dict[str, Float[Tensor, ""]] = field(default_factory=dict)  # further sums over the samples, without gradient
 
 
 PolicyLoss = Callable[[LossInputs, LossSpec], LossOutputs]
@@ -117,11 +123,11 @@ def _register(function: PolicyLoss) -> PolicyLoss:
     return function
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def _ratio(numerator: Float[Tensor, "*S"], denominator: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
     return (numerator - denominator).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _clip(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> LossOutputs:
+def _clip(ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], spec: LossSpec) -> LossOutputs:
     """max(-r A, -clip(r) A) of Schulman et al. 2017, eq. 7.
 
     With ``dual_clip`` c, min(that, -c A) where A < 0 (Ye et al. 2020, eq. 5); a wider upper bound is DAPO's
@@ -187,7 +193,7 @@ def cispo(inputs: LossInputs, spec: LossSpec) -> LossOutputs:
     return LossOutputs(-weight * inputs.advantages * inputs.logprobs, weight != ratio)
 
 
-def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
+def importance_weight(inputs: LossInputs, spec: LossSpec) -> Float[Tensor, " T"] | None:
     """Weights prox/mu that correct for a sampler that differs from the trainer (truncated importance sampling).
 
     ``spec.options``: ``importance_cap`` truncates each token's weight, or with ``importance_mask`` sets it to 0 above
@@ -222,7 +228,9 @@ def importance_weight(inputs: LossInputs, spec: LossSpec) -> Tensor | None:
     return weight
 
 
-def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+def kl_terms(
+    logprobs: Float[Tensor, " T"], reference: Float[Tensor, " T"], estimator: str
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """Per-token estimates of KL(pi || reference), to be differentiated (Schulman, "Approximating KL divergence", 2020).
 
     With r = log pi - log ref: k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r. k3 is taken at r of at least
@@ -253,7 +261,9 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> tuple[Tenso
     return torch.expm1(-bounded) + bounded, bounded != r
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutputs:
+def value_loss(
+    values: Float[Tensor, " T"], old_values: Float[Tensor, " T"], returns: Float[Tensor, " T"], clip: float | None
+) -> LossOutputs:
     """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of each token (PPO's reference implementation; Huang
     et al. 2022, "The 37 implementation details", 9).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.nn.functional import logsigmoid
 from nightshift.config.algorithm import PREFERENCE_LOSSES
 from nightshift.wire.experience import LossSpec, Sample
 from services.trainer.losses import LossInputs, LossOutputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 #: Sums over pairs that a preference loss reports: implicit rewards of both sides, and pairs in the right order.
 SUMS = ("chosen", "rejected", "preferred")
@@ -22,7 +26,7 @@ def units(samples: Sequence[Sample], spec: LossSpec) -> list[list[Sample]]:
     return [list(samples[at : at + size]) for at in range(0, len(samples), size)]
 
 
-def preference_loss(inputs: LossInputs, reference: Tensor, spec: LossSpec) -> LossOutputs:
+def preference_loss(inputs: LossInputs, reference: Float[Tensor, " T"], spec: LossSpec) -> LossOutputs:
     """DPO or IPO over the pairs of a micro-batch.
 
     With s = (log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected)), sums over the trained tokens:
