@@ -19,7 +19,7 @@ CASES = [
     ("GET", "/v1/jobs?limit=0", None, 422, "limit is '0', but must be greater than or equal to 1"),
     ("GET", "/v1/jobs?limit=many", None, 422, "limit is 'many', but must be a whole number"),
     ("GET", "/v1/jobs?state=run", None, 422, "is 'run', but must be 'queued', 'starting'"),
-    ("GET", "/v1/traces/zz", None, 422, "trace_id is 'zz', but must match ^[0-9a-f]{32}$"),
+    ("GET", "/v1/traces/zz", None, 422, "trace_id is 'zz', but must match ^[0-9a-f]{8,32}$"),
     ("PUT", "/v1/fleets/n", FLEET + ', "hold_s": 1, "hold_s": 2}', 422, "the key 'hold_s' stands twice in one map"),
     ("PUT", "/v1/fleets/n", FLEET + ', "hold_s": NaN}', 422, "NaN is no number that JSON knows"),
     ("PUT", "/v1/fleets/n", FLEET + ', "hold_s": -1}', 422, "hold_s is -1, but must be greater than or equal to 0"),
