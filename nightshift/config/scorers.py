@@ -115,7 +115,8 @@ class ScorersConfig(Section):
     """How long a call waits for further samples."""
 
     timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one call to the reference or the critic. A reward's own limit is in ``rewards``."""
+    """Deadline of one attempt to ask the reference or the critic; it is made again as long as a role may be away
+    (``pipeline.role_timeout_s``). A reward's own limit is in ``rewards``."""
 
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Longest time until the deployments answer."""
