@@ -138,21 +138,11 @@ class Parts:
         if not names:
             return {}
         from ray import serve
-        from ray.serve.schema import ApplicationStatus
+
+        from services.scorers.states import state_of
 
         known = serve.status().applications
-        states = {}
-        for name in names:
-            status = known.get(name)
-            if status is None or status.status in (ApplicationStatus.DELETING, ApplicationStatus.DEPLOY_FAILED):
-                states[name] = ("failed", status.message if status else "Serve does not know it any more")
-                continue
-            unwell = [d.message for d in status.deployments.values() if d.status.value != "HEALTHY"]
-            if unwell or status.status != ApplicationStatus.RUNNING:
-                states[name] = ("restarting", next(filter(None, [*unwell, status.message]), ""))
-            else:
-                states[name] = ("ready", "")
-        return states
+        return {name: state_of(known.get(name)) for name in names}
 
     def trainer(
         self, spec: JobSpec, port: int, store: Path, otlp: str | None, run_id: str, gpus: Placement | None

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 from ray import serve
-from ray.serve.schema import ApplicationStatus
 
 from nightshift.config import JobSpec
 from nightshift.config.rewards import PythonReward, RemoteReward
@@ -22,6 +21,7 @@ from nightshift.wire.errors import BadInputError, NightshiftError, RoleError, Ro
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import ingress, reward_pool
 from services.scorers.replicas import BuiltinRewardReplica, CriticReplica, ReferenceReplica, RewardReplica
+from services.scorers.states import state_of
 
 #: Serve's own bookkeeping; the samples in flight are bounded by the caller.
 _OPTIONS: dict[str, Any] = {
@@ -289,12 +289,12 @@ def _running(application: _Application) -> str | None:
     status = serve.status().applications.get(application.name)
     if status is None:
         return "Serve does not know it yet"
-    deployments = [deployment.message for deployment in status.deployments.values()]
-    if status.status == ApplicationStatus.DEPLOY_FAILED:
-        raise _failure(application.role, "\n".join([status.message, *deployments]))
-    if status.status == ApplicationStatus.RUNNING:
+    state, cause = state_of(status)
+    if state == "failed":
+        raise _failure(application.role, cause)
+    if state == "ready":
         return None
-    return " ".join(f"it is {status.status} {' '.join(deployments)}".split())
+    return " ".join(f"it is {status.status} {cause}".split())
 
 
 def _answers(stub: Any, application: _Application) -> str | None:
