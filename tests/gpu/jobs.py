@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,16 @@ def run_whole(job: Path, folder: Path, *arguments: str, timeout_s: float = 240.0
     return done.stdout
 
 
-def run_steps(job: Path, steps: int, timeout_s: float) -> tuple[Path, list[dict[str, Any]], str]:
+def run_steps(
+    job: Path,
+    steps: int,
+    timeout_s: float,
+    watch: Callable[[Path, list[dict[str, Any]]], None] = lambda folder, events: None,
+) -> tuple[Path, list[dict[str, Any]], str]:
     """``nightshift run`` until so many steps are logged; then it is ended without a checkpoint.
+
+    Args:
+        watch: given the run's folder and its events so far, twice a second.
 
     Returns:
         The run's folder, its events, and what the command wrote.
@@ -128,6 +137,7 @@ def run_steps(job: Path, steps: int, timeout_s: float) -> tuple[Path, list[dict[
                 events = list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else []
                 if sum(event["kind"] == "step" for event in events) >= steps:
                     break
+                watch(folder, events)
                 time.sleep(0.5)
         finally:
             if process.poll() is None:
