@@ -12,12 +12,14 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from ray import serve
 from transformers import LlamaForCausalLM
 
 from nightshift.wire import codec
 from nightshift.wire.trace import TraceContext
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from services.scorers import deploy, ingress
+from services.scorers.states import state_of
 from tests.fixtures.otlp_receiver import attributes_of, otlp_receiver
 
 pytestmark = pytest.mark.integration
@@ -116,6 +118,12 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def ours_named(name: bytes) -> list[int]:
+    """Processes below this one whose command line has a name."""
+    everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in everyone if name in command_line(pid) and is_below(pid, os.getpid())]
 
 
 def rewards_of(*responses: str) -> list:
@@ -325,3 +333,29 @@ async def test_a_killed_replica_is_back_for_a_later_call_and_leaves_no_worker(ca
     after = (await caller.stub.Describe(scorer_pb2.DescribeRequest(), timeout=30, metadata=metadata)).incarnation
     assert after != before
     assert not command_line(worker)
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 1.5])
+async def test_a_replica_killed_while_serves_controller_is_new_comes_back(caller, pause_s):
+    """Serve calls it failed where it dies before the controller, which was just replaced, has seen it well."""
+    results, _ = await caller.score("reward-length", rewards_of("a"), seconds=120)
+    replica = int(results[0]["parts"]["parent"])
+    (controller,) = ours_named(b"ServeController")
+    os.kill(controller, signal.SIGKILL)
+    await asyncio.sleep(pause_s)
+    os.kill(replica, signal.SIGKILL)
+    states, end = [], time.monotonic() + 120
+    while not states or states[-1] != ("ready", ""):
+        assert time.monotonic() < end, f"the replica did not come back within 120 s: {states[-3:]}"
+        with contextlib.suppress(Exception):  # Serve raises many types while its controller is away
+            known = await asyncio.wait_for(asyncio.to_thread(lambda: serve.status().applications), 30)
+            states.append(state_of(known.get("reward-length")))
+        await asyncio.sleep(0.2)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            results, _ = await caller.score("reward-length", rewards_of("abc"), seconds=5)
+            if int(results[0]["parts"]["parent"]) == replica:
+                states.clear()  # what was said of the one before
+    assert "failed" not in {state for state, _ in states}
+    results, _ = await caller.score("reward-length", rewards_of("abc"), seconds=60)
+    assert results[0]["score"] == 3.0
+    assert int(results[0]["parts"]["parent"]) != replica
