@@ -268,6 +268,8 @@ FLEET = Board(
                 curve(
                     "New weights",
                     ("nightshift_timing_sync_seconds{%}", "longest pause of a server"),
+                    ("nightshift_timing_sleep_seconds{%}", "until the servers sleep"),
+                    ("nightshift_timing_wake_seconds{%}", "until they are awake"),
                     ("nightshift_timing_push_seconds{%}", "until all are proved"),
                     unit="s",
                 ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nightshift.cli.estimate import ModelShape
 from nightshift.cli.output import mib
@@ -24,6 +24,8 @@ _CONTEXT, _SERVER = 600 * _MIB, 3 * _GIB
 _KEPT_PER_LAYER = {True: 24, False: 40}
 #: Tokens whose logits exist at once, and bytes for each of their elements (their gradient and a float32 copy).
 _HEAD_TOKENS, _HEAD_BYTES = 4096, 10
+#: What a server that sleeps gives back, and what the trainer holds within a step alone.
+_TURNS = (("server's weights", "KV cache"), ("activations", "logits"))
 
 
 def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[int, dict[str, int]]:
@@ -37,7 +39,8 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
     rollout, trainer = spec.rollout, spec.trainer
     if rollout.own_servers:
         for gpu in placement.servers(rollout.servers):
-            add(gpu, "server", shape.parameters * _BYTES[rollout.dtype] + _SERVER)
+            add(gpu, "server", _SERVER)
+            add(gpu, "server's weights", shape.parameters * _BYTES[rollout.dtype])
             add(gpu, "KV cache", int(rollout.kv_cache_gib * _GIB))
         if weight_transfer(spec, "cuda") == "ipc":
             add(placement.rollout, "published weights", shape.parameters * _BYTES[rollout.dtype])
@@ -67,23 +70,37 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
     return parts
 
 
+def at_once(parts: Mapping[str, int], sleep_mode: bool) -> int:
+    """Bytes of a device's parts that lie there at one time: not all, where server and trainer take turns."""
+    turns = [sum(parts.get(name, 0) for name in names) for names in _TURNS]
+    return sum(parts.values()) - (min(turns) if sleep_mode else 0)
+
+
 def check_gpu_memory(spec: JobSpec, shape: ModelShape, gpus: Sequence[Gpu]) -> None:
     """Checks that the roles fit into the devices that they are given.
 
     Raises:
         BadInputError: they do not; says what needs how much.
     """
-    placement = place(spec.resources, spec.trainer.ranks, len(gpus))
+    placement, rollout = place(spec.resources, spec.trainer.ranks, len(gpus)), spec.rollout
     for index, parts in gpu_memory(spec, shape, placement).items():
-        need, gpu = sum(parts.values()), gpus[index]
+        need, gpu = at_once(parts, rollout.sleep_mode), gpus[index]
         if need > gpu.memory:
+            turns = ", the server asleep while the trainer works" if rollout.sleep_mode else ""
             listed = ", ".join(f"{name} {mib(size)}" for name, size in parts.items())
             raise BadInputError(
-                f"CUDA device {index} ({gpu.name}) has {mib(gpu.memory)}, the job needs about {mib(need)} of it: "
-                f"{listed}",
+                f"CUDA device {index} ({gpu.name}) has {mib(gpu.memory)}, the job needs about {mib(need)} of it"
+                f"{turns}: {listed}",
                 role="job",
-                fix=_fix(parts, need - gpu.memory),
+                fix=_fix(parts, need - gpu.memory)
+                + (_IN_TURN if rollout.own_servers and at_once(parts, sleep_mode=True) <= gpu.memory else ""),
             )
+
+
+_IN_TURN = (
+    "; or let server and trainer take turns, for which there is room: rollout.sleep_mode true, with "
+    "pipeline.max_staleness 0"
+)
 
 
 def _fix(parts: dict[str, int], excess: int) -> str:

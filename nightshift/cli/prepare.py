@@ -16,7 +16,8 @@ from nightshift.cli.processes import RUN_ID_VARIABLE, Child
 from nightshift.config import JobSpec
 from nightshift.config.rewards import ClassifierReward, EmbeddingReward
 from nightshift.config.scorers import REMOTE
-from nightshift.gpu import ask_driver, find_device
+from nightshift.gpu import ask_driver, find_device, place
+from nightshift.sleep import check_sleep
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutError
 
 #: Longest time for fetching or making a model.
@@ -111,7 +112,10 @@ def check_device(spec: JobSpec) -> None:
     Raises:
         BadInputError: says what is wrong with the driver, or what would fit.
     """
-    if find_device(spec.resources.device) == "cuda" and (driver := ask_driver()) is not None:
+    device = find_device(spec.resources.device)
+    driver = ask_driver() if device == "cuda" else None
+    check_sleep(spec, device, place(spec.resources, spec.trainer.ranks, len(driver.gpus)) if driver else None)
+    if driver is not None:
         check_gpu_memory(spec, read_shape(Path(spec.model.path)), driver.gpus)
 
 

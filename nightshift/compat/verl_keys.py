@@ -347,7 +347,10 @@ FULL: dict[str, Rule] = {
     f"{_R}.max_num_seqs": to("rollout.max_num_seqs"),
     f"{_R}.gpu_memory_utilization": no("set rollout.kv_cache_gib, which counts in GiB"),
     f"{_R}.tensor_model_parallel_size": only((1, None), _ONE_ENGINE),
-    f"{_R}.free_cache_engine": same("servers keep their memory: they do not share a device in turns"),
+    f"{_R}.free_cache_engine": same(
+        "servers keep their memory, and generate beside the training; rollout.sleep_mode with pipeline.max_staleness 0 "
+        "has them take turns"
+    ),
     f"{_R}.enforce_eager": no("give it to the server: rollout.extra_args: [--enforce-eager]"),
     f"{_R}.max_num_batched_tokens": no("give it to the server: rollout.extra_args: [--max-num-batched-tokens, N]"),
     f"{_R}.enable_chunked_prefill": same("vLLM decides"),

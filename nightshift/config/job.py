@@ -84,6 +84,7 @@ class JobSpec(Section):
             raise ValueError("pipeline.deterministic needs pipeline.max_staleness 0")
         _check_queues(self)
         self._check_fleet()
+        self._check_sleep()
         samples = rollout.batch_size * rollout.n
         if samples % trainer.ranks:
             raise ValueError(
@@ -123,6 +124,20 @@ class JobSpec(Section):
             )
         if rollout.weight_transfer == "ipc":
             raise ValueError("rollout.weight_transfer ipc reaches no server of rollout.fleet: set it to auto")
+
+    def _check_sleep(self) -> None:
+        if not self.rollout.sleep_mode:
+            return
+        if self.is_preference or not self.rollout.own_servers:
+            raise ValueError(
+                "rollout.sleep_mode is for servers that are started for the job beside its trainer, and this job "
+                "starts none: leave it out"
+            )
+        if self.pipeline.max_staleness != 0:
+            raise ValueError(
+                "rollout.sleep_mode has the servers sleep while the trainer works, so that nothing can be generated "
+                "beside it: set pipeline.max_staleness to 0, or leave rollout.sleep_mode out"
+            )
 
     def _check_roles(self) -> None:
         algorithm, critic = self.algorithm, self.scorers.critic

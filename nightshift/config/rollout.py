@@ -93,6 +93,11 @@ class RolloutConfig(Section):
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV cache."""
 
+    sleep_mode: bool = False
+    """Server and trainer take turns with the memory of the GPU that they share: the server gives that of its weights
+    and KV cache back while the trainer makes a step, and wakes for the new weights; the trainer gives back what it
+    holds no more by then. Needs ``pipeline.max_staleness: 0`` and CUDA. In verl it is ``free_cache_engine``."""
+
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one request."""
 

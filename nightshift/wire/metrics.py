@@ -68,6 +68,7 @@ STAGES = (
     "keep",
     "buffer",
     "group",
+    "sleep",
     "optimizer_step",
     "store_rollouts",
     "await_push",
@@ -87,7 +88,7 @@ LABELS = {
             "state of a prompt group in the ledger, of a server, or of the job",
             (
                 *("issued", "in_flight", "trained", "dropped_stale", "dropped_filtered", "failed", "cancelled"),
-                *("healthy", "suspect", "stale", "dead", "restarting", "retired"),
+                *("healthy", "suspect", "stale", "asleep", "dead", "restarting", "retired"),
                 *("starting", "running", "succeeded", "interrupted"),
             ),
         ),
@@ -142,6 +143,8 @@ _TIMES = {
     "timing/publish": "time in which the trainer published the weights",
     "timing/sync": "longest pause of a server for the new weights",
     "timing/push": "time from the published weights to their proof on all servers",
+    "timing/sleep": "time until the servers slept before the update (rollout.sleep_mode)",
+    "timing/wake": "time in which a server was woken for the new weights, a part of its pause",
     "timing/wait": "time that the trainer waited for the batch",
     "timing/step": "time from one finished step to the next",
 }

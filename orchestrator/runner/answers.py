@@ -41,6 +41,10 @@ class EngineLateError(RoleTimeoutError):
         self.partial = partial
 
 
+class AsleepError(RoleTimeoutError):
+    """The server failed to sleep or to wake: what memory it holds is unknown, and only another start of it helps."""
+
+
 class EngineRefusedError(RoleError):
     """The server refused the request itself (4xx): sending it again would not help."""
 

@@ -336,6 +336,7 @@ class Attempt:
                 PROBE_LIMITS[rollout.dtype],
                 "wait" if drains else "keep",
                 keep_cache=pipeline.keep_cache and not drains and not pipeline.deterministic,
+                sleeps=rollout.sleep_mode,
             ),
             limits=Limits(
                 request_timeout_s=rollout.request_timeout_s,

@@ -12,6 +12,7 @@ GENERATE = "/inference/v1/generate"
 #: Since this version vLLM itself says which weights sampled which token.
 SPANS_SINCE = (0, 32)
 
+SLEEP_ROUTES = frozenset({"/sleep", "/wake_up", "/is_sleeping"})
 _MIDDLEWARE = "Start it with --middleware services.rollout.route.Route --middleware services.rollout.guard.Guard"
 
 
@@ -24,12 +25,16 @@ class Capabilities:
         route: whether our own route is there; otherwise vLLM's JSON is used.
         prefetch: whether it fetches weight files ahead of an update.
         keep_cache: whether running responses can keep their cache at an update, without new ones sharing it.
+        sleep_routes: whether it has the routes to sleep and wake.
+        sleep: whether it also gives its memory back then.
     """
 
     vllm: str
     route: bool
     prefetch: bool = False
     keep_cache: bool = False
+    sleep_routes: bool = False
+    sleep: bool = False
 
 
 def from_info(name: str, info: dict[str, Any]) -> Capabilities:
@@ -57,8 +62,27 @@ def from_info(name: str, info: dict[str, Any]) -> Capabilities:
     if GENERATE not in routes:
         raise _lacks(name, f"{GENERATE}, which scores the probe", "Start it with --enable-scale-out")
     return Capabilities(
-        version, route=True, prefetch=bool(found.get("prefetch")), keep_cache=bool(found.get("keep_cache"))
+        version,
+        route=True,
+        prefetch=bool(found.get("prefetch")),
+        keep_cache=bool(found.get("keep_cache")),
+        sleep_routes=set(routes) >= SLEEP_ROUTES,
+        sleep=bool(found.get("sleep")),
     )
+
+
+def check_sleep(name: str, found: Capabilities) -> None:
+    """Checks that a server can sleep.
+
+    Raises:
+        RoleError: it cannot; the message names what is missing.
+    """
+    if not found.sleep_routes:
+        fix = "Start it by the job, with VLLM_SERVER_DEV_MODE=1, or leave rollout.sleep_mode out"
+        raise _lacks(name, "/sleep, /wake_up and /is_sleeping, which rollout.sleep_mode needs", fix)
+    if not found.sleep:
+        fix = "Start it with --enable-sleep-mode, or leave rollout.sleep_mode out"
+        raise _lacks(name, "its memory to others while it sleeps", fix)
 
 
 def from_statuses(name: str, version: str, statuses: dict[str, int]) -> Capabilities:

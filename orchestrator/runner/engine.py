@@ -21,6 +21,7 @@ from nightshift.wire.experience import Floats, Ids
 from nightshift.wire.lease_fence import HEADER, LEASE_OVER
 from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
 from orchestrator.runner.answers import (
+    AsleepError,
     EngineAwayError,
     EngineLateError,
     EngineRefusedError,
@@ -83,6 +84,7 @@ class Engine:
     def __init__(self, address: EngineAddress, request_timeout_s: float, flush_tokens: int = 0) -> None:
         self.address = address
         self.capabilities: Capabilities | None = None
+        self.woke_s = 0.0  # seconds in which it was woken for the last push
         self._timeout_s = request_timeout_s
         self._flush_tokens = flush_tokens
         self._deadlines = Deadlines(request_timeout_s)
@@ -271,8 +273,46 @@ class Engine:
         except EngineAwayError:
             await self._call("POST", "/resume")
 
+    async def sleep(self) -> None:
+        """Has the server give the memory of its weights and cache back; until :meth:`push` it holds neither.
+
+        Raises:
+            AsleepError: it failed to.
+            RoleError: it says that it is awake.
+        """
+        await self._turn("/sleep?level=2&mode=abort")
+        if not await self._sleeping():
+            raise RoleError(
+                f"{self.address.name} answered /sleep with success, and is awake",
+                role="rollout",
+                fix="Leave rollout.sleep_mode out, or use a version of vLLM from requirements/",
+            )
+
+    async def _sleeping(self) -> bool:
+        return bool((await self._call("GET", "/is_sleeping")).get("is_sleeping"))
+
+    async def _turn(self, path: str) -> None:
+        """Has the server sleep, or wake a part of its memory."""
+        try:
+            await self._call("POST", path)
+        except EngineAwayError as error:
+            if error.lost:
+                raise
+            raise AsleepError(error.message, role="rollout") from error
+
+    async def _wake(self, tag: str) -> None:
+        began = time.perf_counter()
+        await self._turn(f"/wake_up?tags={tag}")
+        self.woke_s += time.perf_counter() - began
+
     async def push(
-        self, update_info: dict[str, Any], version: str, *, mode: str = "keep", keep_cache: bool = False
+        self,
+        update_info: dict[str, Any],
+        version: str,
+        *,
+        mode: str = "keep",
+        keep_cache: bool = False,
+        sleeps: bool = False,
     ) -> float:
         """Takes new weights under running requests; returns the seconds for which decoding stood still.
 
@@ -281,26 +321,38 @@ class Engine:
         Args:
             keep_cache: whether running requests keep the keys and values of the weights before, where the server can
                 keep new requests from them.
+            sleeps: whether it may be asleep: its weights wake before the update and its cache after it, so that no
+                more than needed is there beside what the trainer still holds.
 
         After any failure the server is resumed with the weights it has, so that nothing waits for ever; whether they
         may be used is for the caller's probe to say.
 
         Raises:
+            AsleepError: it could not be woken.
             RoleError: a phase failed; the message names it.
         """
-        self._broken = ""
+        self._broken, self.woke_s = "", 0.0
         able = await self.connect()
         if "url" in self.address.init_info and able.prefetch:
             body = {"init_info": self.address.init_info, "update_info": update_info}
             await self._call("POST", PREFETCH, body=body, timeout_s=_FETCH_TIMEOUT_S)
         began = time.perf_counter()
+        # Asked, since who put it to sleep may have been a run of this job before, or one whose trainer was lost. One
+        # that is paused answers as if it slept; to wake it then changes nothing.
+        asleep = sleeps and await self._sleeping()
+        if asleep:
+            await self._wake("weights")
         await self.pause(mode, clear_cache=not (keep_cache and able.keep_cache))
         try:
             await self._start_update()
             await self._call("POST", "/update_weights", body={"update_info": update_info})
             await self._call("POST", "/finish_weight_update", body={"weight_version": version})
         finally:
+            if asleep:  # never resumed without it: requests would be drawn into memory that is not there
+                await self._wake("kv_cache")
             await self.resume()
+        if asleep and await self._sleeping():
+            raise AsleepError(f"{self.address.name} answered /wake_up with success, and sleeps on", role="rollout")
         held = await self.weight_version()
         if held != version:
             raise VersionConflictError(

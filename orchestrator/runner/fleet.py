@@ -36,8 +36,8 @@ _AWAY = (ServerState.DEAD, ServerState.RESTARTING)
 #: Time that is left to the other servers once the first one holds the weights: so many times what that one took.
 _GRACE, _LEAST_GRACE_S = 3.0, 5.0
 _RUNNING = attrgetter("running")
-#: Seconds between two looks whether it is in vain to wait for a lease.
-_LEASE_LOOK_S = 5.0
+#: Seconds between two looks whether it is in vain to wait for a lease, or for servers that sleep on purpose.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class Fleet:
         self._refill = refill or Refill(1)
         self._published = Published()
         self._turnstile = Turnstile()
+        self._resting = False  # servers sleep until the next publication
         self._limit: int | None = None  # of the windows, at the last look
 
         def make(address: EngineAddress) -> Server:
@@ -110,6 +111,8 @@ class Fleet:
             ask_restart=ask_restart,
             changed=self._notify,
             held=lambda: self._turnstile.shut,
+            resting=lambda: self._resting,
+            patience_s=limits.request_timeout_s,
         )
         self._changed = asyncio.Condition()
         self._rejected: Counter[str] = Counter()
@@ -233,6 +236,7 @@ class Fleet:
             RoleError: the weights did not arrive on any server.
         """
         self._published.add(publication)
+        self._resting = False
         # One that is being brought to older weights just now is brought to these by the watcher, after that.
         servers = [s for s in self._roster if s.health.state not in _AWAY and not s.pushing.locked()]
         pushes = {asyncio.create_task(self._bring(server, publication)): server for server in servers}
@@ -261,6 +265,31 @@ class Fleet:
         if self._lending is not None and servers and not any(self._roster.has(server) for server in servers):
             return 0.0  # asked back meanwhile: whoever is lent next is brought to these weights first
         return await self._wait_for_return(publication, str(away[0]) if away else "all servers are away")
+
+    async def sleep(self) -> float:
+        """Has all servers give their GPU memory back until the next publication; returns the seconds that it took.
+
+        Requests that run are waited for, and new ones wait for that publication. A server that fails to sleep is
+        started again, and one that starts meanwhile is put to sleep as well.
+
+        Raises:
+            RoleError: a server cannot sleep.
+        """
+        began, self._resting = time.monotonic(), True
+        await asyncio.gather(*(self._lull(server) for server in self._roster if server.health.state not in _AWAY))
+        return time.monotonic() - began
+
+    async def _lull(self, server: Server) -> None:
+        async with server.pushing:
+            try:
+                await server.lull(self._limits.request_timeout_s)
+            except (EngineAwayError, RoleTimeoutError) as error:
+                self._watcher.hangs(server, error.message)
+
+    @property
+    def woke_s(self) -> float:
+        """Seconds in which the servers were woken for the last publication, of the slowest."""
+        return max((server.engine.woke_s for server in self._roster), default=0.0)
 
     async def _wait_for_pushes(self, pushes: set[asyncio.Task[float]]) -> None:
         """Waits for all of them; once one has succeeded, only for a while: the others go on beside what follows."""
@@ -361,7 +390,8 @@ class Fleet:
         return True
 
     async def _bring(self, server: Server, publication: Publication) -> float:
-        back = not server.health.usable and self._published.place(publication.version) > 0
+        resting = server.health.state is ServerState.ASLEEP
+        back = not server.health.usable and not resting and self._published.place(publication.version) > 0
         async with server.pushing:
             try:
                 pause = await server.bring(publication, self._proof)
@@ -422,11 +452,11 @@ class Fleet:
                 if usable := self._roster.usable:
                     return self._least_loaded(usable)
                 left, lent_out = deadline - time.monotonic(), self._nothing_lent
-                if lent_out:
-                    if self._lending is not None and (overdue := self._lending.overdue):
-                        fix = "See `nightshift fleets` for who has the servers, and whether the service runs"
-                        raise RoleTimeoutError(overdue, role="rollout", fix=fix)
-                    left = _LEASE_LOOK_S
+                if lent_out and self._lending is not None and (overdue := self._lending.overdue):
+                    fix = "See `nightshift fleets` for who has the servers, and whether the service runs"
+                    raise RoleTimeoutError(overdue, role="rollout", fix=fix)
+                if idle := lent_out or self._resting:
+                    left = _LOOK_S
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
                     raise RoleTimeoutError(
@@ -437,7 +467,7 @@ class Fleet:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
-                if lent_out:  # what was lent now has its time to become usable
+                if idle:  # what was lent now, or sleeps no more, has its time to become usable
                     deadline = max(deadline, time.monotonic() + self._limits.away_s)
 
     def _least_loaded(self, servers: list[Server]) -> Server:

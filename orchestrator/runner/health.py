@@ -19,6 +19,7 @@ class ServerState(StrEnum):
     STALE = "stale"  # weights unknown, or not the published ones
     HEALTHY = "healthy"
     SUSPECT = "suspect"  # a request failed; checked before it gets work again
+    ASLEEP = "asleep"  # it holds no weights until the next push, on purpose
     DEAD = "dead"  # it does not answer its health check
     RESTARTING = "restarting"  # it hangs: whoever started it was asked to start it again
     RETIRED = "retired"  # it left the run; there is no way back but as a new server
@@ -80,6 +81,11 @@ class Health:
         self.next_try = now + _LONGEST_PAUSE_S
         return news
 
+    def asleep(self) -> None:
+        """It sleeps, or is about to: it gets no work and needs none of the watcher's."""
+        if self.state is not ServerState.RETIRED:
+            self.state, self._pushing = ServerState.ASLEEP, False
+
     def retire(self) -> None:
         """It left the run."""
         self.state, self._pushing = ServerState.RETIRED, False
@@ -109,7 +115,7 @@ class Health:
 
     def due(self, now: float) -> bool:
         """Whether it should be brought to the published weights now."""
-        return self.state not in (ServerState.HEALTHY, ServerState.RETIRED) and now >= self.next_try
+        return self.state not in (ServerState.HEALTHY, ServerState.ASLEEP, ServerState.RETIRED) and now >= self.next_try
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,9 @@ class Pipeline:
         self._state = PipelineState()
         self._most_bytes = spec.group_bytes
         pipeline = spec.pipeline
-        self._streaming = pipeline.streaming and not pipeline.deterministic and not needs_whole_batch(spec.algorithm)
+        # A part of an update needs the memory of servers that still draw the rest, where they take turns.
+        alone = pipeline.deterministic or spec.rollout.sleep_mode
+        self._streaming = pipeline.streaming and not alone and not needs_whole_batch(spec.algorithm)
         #: Samples of one pass of the trainer over all its ranks: less is not sent unless it completes the batch.
         self._pass_samples = spec.trainer.micro_batch_size * spec.trainer.ranks
         self._changed = asyncio.Condition()

@@ -10,10 +10,11 @@ from types import TracebackType
 
 import numpy as np
 
-from nightshift.wire.errors import NightshiftError, RoleError
+from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.experience import Floats
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import EngineAwayError
+from orchestrator.runner.capabilities import check_sleep
 from orchestrator.runner.engine import Engine, EngineAddress
 from orchestrator.runner.health import Health, ProbeLimits, ServerState, probe_error, probe_failure
 from orchestrator.runner.published import probe_values
@@ -30,12 +31,14 @@ class Proof:
         limits: how near server and trainer must be on them.
         mode: what becomes of running requests at a push: "keep" or "wait".
         keep_cache: whether running requests keep their cache, where the server can do that.
+        sleeps: whether servers sleep while the trainer works.
     """
 
     inputs: Sequence[SequenceInput]
     limits: ProbeLimits
     mode: str = "keep"
     keep_cache: bool = False
+    sleeps: bool = False
 
 
 class _Work(AbstractContextManager[None]):
@@ -108,12 +111,18 @@ class Server:
             raise EngineAwayError(f"{self.name} at {self.address.url} does not answer its health check", lost=True)
         self.health.pushing()
         try:
-            await self.engine.connect()
+            able = await self.engine.connect()
+            if proof.sleeps:
+                check_sleep(self.name, able)
             if not self._initialised:
                 await self.engine.init_transfer(self.address.init_info)
                 self._initialised = True
             pause = await self.engine.push(
-                publication.update_info, publication.version, mode=proof.mode, keep_cache=proof.keep_cache
+                publication.update_info,
+                publication.version,
+                mode=proof.mode,
+                keep_cache=proof.keep_cache,
+                sleeps=proof.sleeps,
             )
             await self._prove(publication, proof)
         except NightshiftError:
@@ -121,6 +130,26 @@ class Server:
             self._initialised, self.engine.capabilities = False, None
             raise
         return pause
+
+    async def lull(self, patience_s: float) -> None:
+        """Puts it to sleep once its requests have ended; it gets none meanwhile, nor until weights are brought to it.
+
+        Args:
+            patience_s: longest time for its requests.
+
+        Raises:
+            RoleTimeoutError: its requests did not end, or it does not sleep as it should.
+            RoleError: it is away, or cannot sleep.
+        """
+        self.health.asleep()
+        check_sleep(self.name, await self.engine.connect())
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.idle.wait()
+        except TimeoutError:
+            message = f"requests on {self.name}, which was to sleep, did not end within {patience_s:g} s"
+            raise RoleTimeoutError(message, role="rollout") from None
+        await self.engine.sleep()
 
     def proved(self, publication: Publication) -> bool:
         """Notes that the push was proved; whether the server is used now."""

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 from nightshift.algorithms.schedule import learning_rate
 from nightshift.analysis.spans import Interval, covered, within
 from nightshift.config import JobSpec
-from nightshift.wire.errors import NightshiftError
+from nightshift.wire.errors import BadInputError, NightshiftError
 from nightshift.wire.events import EventLog
 from nightshift.wire.schedule import StepRecord, append_step
 from nightshift.wire.scoring import SequenceInput
@@ -176,6 +176,7 @@ class Stepper:
                 return
             batch = [*update.groups, *groups]
             check_budget(batch, self._spec.rollout.n, self._spec.pipeline.failure_budget, update.failures)
+            slept = await self._sleep(update) if self._spec.rollout.sleep_mode else {}
             self.doing = f"update of step {update.step}"
             span = self._span("optimizer_step", update, batch, policy_version=update.new)
             with self.training.work(), self._tracing.within(span) as traceparent:
@@ -190,25 +191,38 @@ class Stepper:
                     group.end_wait()
                     group.span.set_attributes({"rl.step": self.step, "rl.policy_version": update.new})
                     group.span.end()
-            await self._finish(update, updated)
+            await self._finish(update, updated, slept)
 
     async def loss_of(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics that a step with these groups alone would report now, less those of its gradient; none is made.
 
         Raises:
+            BadInputError: the servers have the memory that it needs.
             NightshiftError: a role failed.
         """
+        if self._spec.rollout.sleep_mode:
+            raise BadInputError(
+                "a loss without a step needs GPU memory that rollout.sleep_mode leaves to the server until then",
+                role="trainer",
+                fix="Read the loss after the step, or leave rollout.sleep_mode out",
+            )
         async with self._in_step:
             update = self._begin_update()
             span = self._span("loss", update, groups)
             with self.training.work(), self._tracing.within(span) as traceparent:
                 return await update.loss_of(groups, traceparent)
 
-    async def _finish(self, update: StepUpdate, updated: Updated) -> None:
+    async def _sleep(self, update: StepUpdate) -> dict[str, float]:
+        """Has the servers leave their memory to the trainer; the push of the step's weights wakes them."""
+        self.doing = f"the servers go to sleep for step {update.step}"
+        with self._tracing.within(self._tracing.job_span("sleep", role="rollout", step=update.step)):
+            return {"timing/sleep": await self._fleet.sleep()}
+
+    async def _finish(self, update: StepUpdate, updated: Updated, slept: dict[str, float]) -> None:
         """Everything that follows an applied update, until the trainer is free."""
         groups = update.groups
         spans = [group.span for group in groups]
-        metrics = self._step_metrics(update, updated)
+        metrics = self._step_metrics(update, updated) | slept
         self._note_update(update, updated)
         if self._spec.tracking.rollouts:
             with self._tracing.within(self._tracing.job_span("store_rollouts", links=spans, step=self.step)):
@@ -376,12 +390,16 @@ class Stepper:
         span = self._tracing.job_span("push_weights", role="rollout", policy_version=publication.version)
         with self._tracing.within(span):
             pause = await self._fleet.publish(publication)
+            if self._spec.rollout.sleep_mode:
+                span.set_attribute("rl.wake_seconds", self._fleet.woke_s)
         self.server_step = PolicyVersion.parse(publication.version).step
         return pause
 
     async def _after_update(self, publication: Publication, metrics: dict[str, float], evaluate: bool) -> None:
         began = time.time()
         metrics["timing/sync"] = await self._push(publication)
+        if self._spec.rollout.sleep_mode:
+            metrics["timing/wake"] = self._fleet.woke_s
         step = PolicyVersion.parse(publication.version).step
         early = evaluate and self._spec.pipeline.deterministic
         if early:  # its requests must not come between those of the next batch

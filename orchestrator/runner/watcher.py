@@ -29,6 +29,8 @@ class Watcher:
         ask_restart: asks whoever started a server to start it again, with the reason.
         changed: is called when a server has become usable, or has room.
         held: whether all servers are held on purpose.
+        resting: whether all servers sleep on purpose: then one that comes, or comes back, is put to sleep as well.
+        patience_s: longest time for the requests of one that is put to sleep.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Watcher:
         ask_restart: Callable[[EngineAddress, str], None],
         changed: Callable[[], Awaitable[None]],
         held: Callable[[], bool],
+        resting: Callable[[], bool] = lambda: False,
+        patience_s: float = 300.0,
     ) -> None:
         self._roster = roster
         self._published = published
@@ -53,6 +57,8 @@ class Watcher:
         self._ask_restart = ask_restart
         self._changed = changed
         self._held = held
+        self._resting = resting
+        self._patience_s = patience_s
         self._watching: asyncio.Task[None] | None = None
         self._tasks: dict[tuple[str, Server], asyncio.Task[None]] = {}
         self._asked_load = 0.0
@@ -133,7 +139,7 @@ class Watcher:
         return listed is not None and self._roster.update(listed)
 
     async def _repair(self, server: Server) -> None:
-        """Brings a server that is not healthy to the published weights, if it answers."""
+        """Brings a server that is not healthy to the published weights, or to sleep, if it answers."""
         if not await server.engine.healthy():
             if server.health.unanswered(time.monotonic()):
                 self._tell(server, "dead", "no answer to its health check")
@@ -144,8 +150,12 @@ class Watcher:
             publication = self._published.current
             if server.health.usable or publication is None:
                 return
+            rests = self._resting()
             try:
-                await server.bring(publication, self._proof)
+                if rests:
+                    await server.lull(self._patience_s)
+                else:
+                    await server.bring(publication, self._proof)
             except NightshiftError as error:
                 server.error = error.message
                 server.health.failed(time.monotonic())
@@ -154,7 +164,9 @@ class Watcher:
                 else:
                     self._events.append("warning", role=error.role or "rollout", message=error.message)
                 return
-            if self._published.current is not publication:  # another one was published beside this push: once more
+            if rests and self._resting():
+                return
+            if rests or self._published.current is not publication:  # it was published beside this: once more
                 server.health.failed(time.monotonic())
                 return
             if not server.proved(publication):

@@ -20,6 +20,7 @@ from nightshift.config.job import JobSpec
 from nightshift.config.load import read_resolved
 from nightshift.config.scorers import REMOTE
 from nightshift.gpu import find_device
+from nightshift.sleep import check_sleep
 from nightshift.transfer import Transfer, weight_backend, weight_transfer
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
@@ -137,6 +138,8 @@ class Supervisor:
         self._role = "job"
         device = find_device(spec.resources.device)
         gpus = machine.allot_gpus(spec, device)
+        if "rollout" in here:
+            check_sleep(spec, device, gpus)
         cores = machine.allot_cores(spec.resources, device, machine.available_cores(), spec.rollout.servers)
         os.environ[_RUN_ID_VARIABLE] = self._run_id
         os.environ[machine.TRAINER_CORES_VARIABLE] = json.dumps(cores.trainer)

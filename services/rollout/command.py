@@ -100,6 +100,8 @@ def server_command(
     # The last one named stands outside: the guard sees every request first.
     argv += ["--middleware", "services.rollout.route.Route", "--middleware", "services.rollout.guard.Guard"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if rollout.sleep_mode:
+        argv += ["--enable-sleep-mode"]  # its weights and KV cache lie where they can be given back; CUDA alone
     argv += _cpu_flags() if device == "cpu" else _cuda_flags(rollout.dtype)
     if otlp:
         argv += ["--otlp-traces-endpoint", otlp]

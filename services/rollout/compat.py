@@ -40,6 +40,7 @@ _NEEDED_ROUTES = {
         "/finish_weight_update",
     ),
     "abort": ("/abort_requests",),
+    "sleep": ("/sleep", "/wake_up", "/is_sleeping"),
 }
 #: Argument of ``tokens_input``, and field of vLLM's own requests.
 SALT = "cache_salt"
@@ -145,7 +146,10 @@ class EngineClient:
         """What can be done with the server."""
         paths = set(self.routes())
         found = {name: all(path in paths for path in needed) for name, needed in _NEEDED_ROUTES.items()}
-        found["update_phases"] &= getattr(self._client.vllm_config, "weight_transfer_config", None) is not None
+        config = self._client.vllm_config
+        found["update_phases"] &= getattr(config, "weight_transfer_config", None) is not None
+        # Without the flag the routes answer as if it slept, and no memory is given back.
+        found["sleep"] &= bool(getattr(getattr(config, "model_config", None), "enable_sleep_mode", False))
         return {
             "generate": True,
             # Whether running responses can keep their cache at an update: new requests share no block with older ones.

@@ -59,6 +59,7 @@ class Route:
             ("POST", COMPLETIONS): self._salted,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
+            ("POST", "/sleep"): self._sleep,
             ("POST", "/update_weights"): self._update,
             ("POST", "/finish_weight_update"): self._finish,
         }
@@ -199,6 +200,13 @@ class Route:
         await engine.settle(self._streams.requests)
         self._streams.updating()
         await self._app(scope, receive, send)
+
+    async def _sleep(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+        """At level 2 the weights are gone, as if an update had begun: what is drawn before one is finished has none."""
+        if parse_qs(scope.get("query_string", b"").decode("latin-1")).get("level") == ["2"]:
+            await self._update(engine, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     async def _finish(self, engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         try:

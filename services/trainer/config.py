@@ -43,6 +43,7 @@ class RankConfig:
     compile: bool = False  # fuse the layers' small operations (torch.compile, layer by layer)
     gpus: tuple[int, ...] = ()  # CUDA devices of the ranks, by rank; empty: what Ray gives
     role: str = "trainer"  # "trainer" (the policy) or "critic"
+    takes_turns: bool = False  # with servers that sleep: memory that no tensor holds is given back at a publication
     rollout_gpu: int | None = None  # CUDA device of the server, to which "ipc" publishes; None: rank 0's
 
     def __post_init__(self) -> None:
@@ -119,5 +120,6 @@ class RankConfig:
             deterministic=spec.pipeline.deterministic or not cuda,
             compile=cuda if trainer.compile is None else trainer.compile,
             gpus=gpus.trainer if gpus and cuda else (),
+            takes_turns=spec.rollout.sleep_mode and cuda,
             rollout_gpu=gpus.rollout if gpus and cuda else None,
         )

@@ -196,9 +196,13 @@ class TrainerRank:
             RoleError: the store cannot be written, or the device has no room.
         """
         if self.config.weight_backend == "ipc":
-            return self._publish_on_device()
-        tensors = self._gathered(self.config.rollout_dtype)
-        return publish(tensors, store) if self.rank == 0 else None
+            publication = self._publish_on_device()
+        else:
+            tensors = self._gathered(self.config.rollout_dtype)
+            publication = publish(tensors, store) if self.rank == 0 else None
+        if self.config.takes_turns:  # the server wakes next, into the memory that the step's activations had
+            torch.cuda.empty_cache()
+        return publication
 
     def save_state(self, folder: Path) -> None:
         """Writes this rank's part of a resume state into a folder that exists."""

@@ -25,11 +25,12 @@ from tests.fakes import choices, frames, policy, telling
 from tests.fakes.faults import Fault, Faults
 from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, PREFETCH, ROUTE, VLLM, Refused, Request, body_of
 from tests.fakes.serving import serve
+from tests.fakes.sleeper import Sleeper
 from tests.fakes.telling import disconnected, seed_of, step_of, tokens_before
 from tests.fixtures.tokenizer_k import EOS
 
 
-class FakeEngine:
+class FakeEngine(Sleeper):
     """One server.
 
     What ``faults`` and ``route_faults`` can be is listed in :mod:`tests.fakes.faults`.
@@ -162,6 +163,7 @@ class FakeEngine:
         self._pushed = asyncio.Condition()
         self._prefixes: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self.updates = 0
+        self.asleep = set()
         self.frozen = self.silent = False
         self.drawn = 0
         self.waiting = 0
@@ -304,6 +306,8 @@ class FakeEngine:
             return refused.status, {"error": {"message": str(refused), "code": refused.status}}
 
     async def _route(self, path: str, request: Request, fault: Fault | None) -> dict[str, Any]:
+        if (answer := self._turn(path, request, fault)) is not None:
+            return answer
         match path:
             case "/health":
                 return {}

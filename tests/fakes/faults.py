@@ -10,8 +10,8 @@ after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, `
 ``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens, which have left where frames
 are wanted), ``stall@n`` (waits for the second push from then on, and aborts), ``false_spans`` (vLLM's own count
 contradicts the frames).
-``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights: success
-without an effect), ``ignore_version`` (of /finish_weight_update).
+``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights, /sleep and
+/wake_up: success without an effect), ``ignore_version`` (of /finish_weight_update).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ def info(vllm: str, version: str, offered: list[str], missing: frozenset[str], p
             "pause": "/pause" in offered,
             "update_phases": "/update_weights" in offered and "weight_transfer" not in missing,
             "abort": "/abort_requests" in offered,
+            "sleep": "/sleep" in offered and "sleep_mode" not in missing,
             "prefetch": prefetch,
             "keep_cache": "keep_cache" not in missing,
         },

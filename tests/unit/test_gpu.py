@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nightshift.cli.estimate import ModelShape
-from nightshift.cli.gpu_memory import check_gpu_memory, gpu_memory
+from nightshift.cli.gpu_memory import at_once, check_gpu_memory, gpu_memory
 from nightshift.config.job import JobSpec
 from nightshift.config.resources import ResourcesConfig
 from nightshift.gpu import Driver, Gpu, Placement, choose_device, parse_driver, place, visible_names, why_not_cuda
+from nightshift.sleep import check_sleep
 from nightshift.wire.errors import BadInputError
 
 GIB = 1 << 30
@@ -149,6 +150,35 @@ def test_a_job_that_fits_is_taken_and_one_that_does_not_is_told_what_to_lower() 
         )
     with pytest.raises(BadInputError, match="smaller model"):
         check_gpu_memory(job(rollout=rollout, trainer=trainer), SHAPE, driver(memory=16 * GIB).gpus)
+
+
+def test_what_takes_turns_is_not_counted_at_once() -> None:
+    rollout = {"dtype": "bfloat16", "kv_cache_gib": 40, "max_response_length": 512}
+    trainer = {"dtype": "bfloat16", "max_tokens_per_micro_batch": 20480}
+    parts = gpu_memory(job(rollout=rollout, trainer=trainer), SHAPE, Placement(0, (0,)))[0]
+    turns = parts["server's weights"] + parts["KV cache"], parts["activations"] + parts["logits"]
+    assert at_once(parts, sleep_mode=False) - at_once(parts, sleep_mode=True) == min(turns)
+    memory = at_once(parts, sleep_mode=True) + GIB
+    with pytest.raises(BadInputError, match=r"rollout\.sleep_mode true, with pipeline\.max_staleness 0") as error:
+        check_gpu_memory(job(rollout=rollout, trainer=trainer), SHAPE, driver(memory=memory).gpus)
+    assert "asleep" not in error.value.message
+    asleep = job(rollout=rollout | {"sleep_mode": True}, pipeline={"max_staleness": 0}, trainer=trainer)
+    check_gpu_memory(asleep, SHAPE, driver(memory=memory).gpus)
+    with pytest.raises(BadInputError, match="the server asleep while the trainer works") as error:
+        check_gpu_memory(asleep, SHAPE, driver(memory=memory - 2 * GIB).gpus)
+    assert "sleep_mode" not in error.value.fix
+    apart = gpu_memory(asleep, SHAPE, Placement(1, (0,)))
+    assert all(at_once(on, sleep_mode=True) == sum(on.values()) for on in apart.values())
+
+
+def test_who_sleeps_does_so_for_a_trainer_on_its_device() -> None:
+    asleep = job(rollout={"sleep_mode": True}, pipeline={"max_staleness": 0})
+    check_sleep(job(), "cpu", None)
+    check_sleep(asleep, "cuda", Placement(0, (0,)))
+    with pytest.raises(BadInputError, match="vLLM cannot give memory back on a CPU"):
+        check_sleep(asleep, "cpu", None)
+    with pytest.raises(BadInputError, match="no server shares a CUDA device with the trainer"):
+        check_sleep(asleep, "cuda", Placement(1, (0,)))
 
 
 def test_published_weights_lie_on_the_servers_device() -> None:

@@ -78,3 +78,6 @@ def test_values_are_checked_together() -> None:
         check_changes(spec(trainer={"ranks": 4}, rollout={"n": 2}), {"rollout.batch_size": 3})
     with pytest.raises(SettingsError, match="deterministic"):
         check_changes(spec(pipeline={"max_staleness": 0, "deterministic": True}), {"use_async_rollout": True})
+    asleep = spec(pipeline={"max_staleness": 0}, rollout={"sleep_mode": True})
+    with pytest.raises(SettingsError, match=r"rollout\.sleep_mode"):
+        check_changes(asleep, {"use_async_rollout": True})

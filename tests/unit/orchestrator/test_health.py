@@ -53,6 +53,13 @@ class HealthMachine(RuleBasedStateMachine):
         self.proved, self.push = None, False
 
     @rule()
+    def sleeps(self) -> None:
+        self.health.asleep()
+        self.proved, self.push = None, False
+        assert not self.health.due(self.now + 1e9)  # only a push wakes it
+        assert not self.health.unanswered(self.now)
+
+    @rule()
     def pushing(self) -> None:
         self.health.pushing()
         self.proved, self.push = None, not self.retired
@@ -96,8 +103,9 @@ class HealthMachine(RuleBasedStateMachine):
         assert not (self.retired and self.health.due(self.now + 1e6))
 
     @invariant()
-    def whoever_has_not_left_is_tried_again(self) -> None:
-        assert self.retired or self.health.usable or self.health.due(self.now + 10.0)
+    def whoever_has_not_left_and_does_not_sleep_is_tried_again(self) -> None:
+        asleep = self.health.state is ServerState.ASLEEP
+        assert asleep or self.retired or self.health.usable or self.health.due(self.now + 10.0)
 
 
 TestHealthMachine = HealthMachine.TestCase

@@ -105,6 +105,7 @@ class Call:
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
         authenticated: bool = True,
+        query: bytes = b"",
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -113,6 +114,7 @@ class Call:
             "type": "http",
             "method": method,
             "path": path,
+            "query_string": query,
             "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
             "app": None,
         }

@@ -60,6 +60,12 @@ def test_what_every_server_has(device):
     assert env["PATH"] == "/bin"
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_server_that_is_to_sleep_is_told_at_its_start(sleeps):
+    job = spec_of().model_copy(update={"rollout": spec_of().rollout.model_copy(update={"sleep_mode": sleeps})})
+    assert ("--enable-sleep-mode" in command(job, device="cuda").argv) is sleeps
+
+
 @pytest.mark.parametrize(("version", "known"), [((0, 26), False), ((0, 29), False), ((0, 30), True), ((0, 33), True)])
 def test_a_flag_is_given_to_the_versions_that_know_it(version, known):
     assert ("--enable-scale-out" in command(vllm_version=version).argv) is known

@@ -186,6 +186,9 @@ def test_capabilities_follow_the_routes_and_the_configuration() -> None:
         assert found["update_phases"]
         assert not found["weight_versions_spans"]
         assert found["weight_version"]
+        assert not found["sleep"]  # the routes are there, and without the flag they give no memory back
+        client.vllm_config.model_config = SimpleNamespace(enable_sleep_mode=True)
+        assert face.capabilities()["sleep"]
         face._app.state.args = SimpleNamespace(api_server_count=2)
         assert not face.capabilities()["weight_version"]
         client.vllm_config.weight_transfer_config = None

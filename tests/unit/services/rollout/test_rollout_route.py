@@ -32,8 +32,8 @@ class Server:
     def call(self, path: str, body: bytes = b"", method: str = "POST", **more: Any) -> Call:
         return Call(self.route, method, path, body, **more)
 
-    async def admin(self, path: str, body: bytes = b"") -> Call:
-        call = self.call(path, body)
+    async def admin(self, path: str, body: bytes = b"", **more: Any) -> Call:
+        call = self.call(path, body, **more)
         await call.task
         return call
 
@@ -216,6 +216,21 @@ async def test_a_finish_that_fails_gives_no_version_and_a_resume_makes_it_unknow
     request.end()
     await call.task
     assert frames_of(call)[0].versions == [VersionSpan("default", 0, 2), VersionSpan("", 2, 3)]
+
+
+@pytest.mark.parametrize(("query", "held"), [(b"level=2&mode=abort", ""), (b"level=1", "default"), (b"", "default")])
+async def test_weights_that_were_slept_away_have_no_version_until_the_next_update(query: bytes, held: str) -> None:
+    server = Server()
+    await server.admin("/sleep", query=query)
+    await server.admin("/wake_up")
+    await server.admin("/resume")
+    assert await server.version() == held
+    for path in ("/sleep", "/wake_up", "/update_weights"):
+        await server.admin(path, query=query)
+    await server.admin("/finish_weight_update", b'{"weight_version": "run/0/1"}')
+    await server.admin("/resume")
+    assert await server.version() == "run/0/1"
+    assert [path for path, _ in server.inner.calls[:2]] == ["/sleep", "/wake_up"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"no json", b'{"weight_version": 3}'])
