@@ -1,9 +1,10 @@
 """Speed of whole jobs through ``nightshift run`` on one GPU.
 
-python -m tests.gpu.measure MODEL WORK [--staleness 1 0] [--rounds 1] [--steps 8] [--warm 3]
+python -m tests.gpu.measure MODEL WORK [--staleness 1 0] [--sleep] [--rounds 1] [--steps 8] [--warm 3]
 
 Each staleness bound is a run of its own, in alternation where there are several rounds; steps after the warm-up count.
-Prints one JSON line a run, and after several rounds the ratios of the first bound to each other one.
+``--sleep`` adds one with bound 0 whose server sleeps while the trainer works. Prints one JSON line a run, and after
+several rounds the ratios of the first kind of run to each other one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _SHOWN = (
     "timing/publish",
     "timing/sync",
     "timing/push",
+    "timing/sleep",
+    "timing/wake",
     "staleness/mean",
     "log_ratio/abs_mean",
     "clip_fraction",
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0])
+    parser.add_argument("--sleep", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=3)
@@ -81,32 +85,35 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further run begins")
     arguments = parser.parse_args()
     began = time.monotonic()
-    rates: dict[int, list[float]] = {bound: [] for bound in arguments.staleness}
-    for bound in arguments.staleness * arguments.rounds:
+    kinds = [{"eta": bound, "sleep": False} for bound in arguments.staleness]
+    kinds += [{"eta": 0, "sleep": True}] if arguments.sleep else []
+    rates: list[list[float]] = [[] for _ in kinds]
+    for at in [*range(len(kinds))] * arguments.rounds:
+        kind, name = kinds[at], f"eta{kinds[at]['eta']}{'-sleep' if kinds[at]['sleep'] else ''}"
         if time.monotonic() - began > arguments.until:
             break
         job = write_job(
-            arguments.work / f"eta{bound}",
+            arguments.work / name,
             arguments.model,
             arguments.warm + arguments.steps + 50,
-            pipeline={"max_staleness": bound},
+            pipeline={"max_staleness": kind["eta"]},
+            rollout={"sleep_mode": kind["sleep"]},
         )
         try:
             _, events, output = run_steps(job, arguments.warm + arguments.steps, arguments.timeout)
         except RuntimeError as error:
-            print(json.dumps({"eta": bound, "error": str(error)[-2000:]}), flush=True)
+            print(json.dumps({**kind, "error": str(error)[-2000:]}), flush=True)
             continue
         found = summary(events, arguments.warm, arguments.model)
         warnings = [event["message"][:200] for event in events if event["kind"] == "warning"]
-        rates[bound].append(found["samples_per_second"])
-        print(json.dumps({"eta": bound, **found, "warnings": warnings}), flush=True)
-        (arguments.work / f"eta{bound}.out").write_text(output)
-    first = rates[arguments.staleness[0]]
-    for bound in arguments.staleness[1:]:
-        pairs = [round(one / other, 3) for one, other in zip(first, rates[bound], strict=False)]
+        rates[at].append(found["samples_per_second"])
+        print(json.dumps({**kind, **found, "warnings": warnings}), flush=True)
+        (arguments.work / f"{name}.out").write_text(output)
+    for kind, others in zip(kinds[1:], rates[1:], strict=True):
+        pairs = [round(one / other, 3) for one, other in zip(rates[0], others, strict=False)]
         if pairs:
             ratio = round(statistics.median(pairs), 3)
-            print(json.dumps({"eta": [arguments.staleness[0], bound], "ratios": pairs, "median": ratio}), flush=True)
+            print(json.dumps({"of": kinds[0], "to": kind, "ratios": pairs, "median": ratio}), flush=True)
 
 
 if __name__ == "__main__":
