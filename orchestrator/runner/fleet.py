@@ -142,7 +142,8 @@ class Fleet:
         """Metrics of the requests since the last call, and of the servers as they are."""
         rejected, self._rejected = self._rejected, Counter()
         kept, self._kept_tokens = self._kept_tokens, 0
-        usable = [server.name for server in self._roster.usable]
+        counted = (ServerState.HEALTHY, ServerState.ASLEEP)  # in a step they may sleep
+        usable = [server.name for server in self._roster if server.health.state in counted]
         return {
             "rollout/kept_tokens": float(kept),
             **{f"rollout/rejected/{kind}": float(count) for kind, count in rejected.items()},

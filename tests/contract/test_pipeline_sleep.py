@@ -83,6 +83,7 @@ async def test_servers_sleep_while_the_trainer_works_and_wake_for_the_new_weight
             assert line["metrics"]["timing/sleep"] > 0
             assert 0 < line["metrics"]["timing/wake"] <= line["metrics"]["timing/sync"]
             assert line["metrics"]["update/parts"] == 1
+            assert line["metrics"]["rollout/servers_usable"] == 1
         names = [span["name"] for span in run.events("span")]
         assert names.count("sleep") == 4
         woken = [span for span in run.events("span") if span["name"] == "push_weights"]
