@@ -37,7 +37,7 @@ _AWAY = (ServerState.DEAD, ServerState.RESTARTING)
 _GRACE, _LEAST_GRACE_S = 3.0, 5.0
 _RUNNING = attrgetter("running")
 #: Seconds between two looks whether it is in vain to wait for a lease, or for servers that sleep on purpose.
-_LOOK_S = 5.0
+_LEASE_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +457,7 @@ class Fleet:
                     fix = "See `nightshift fleets` for who has the servers, and whether the service runs"
                     raise RoleTimeoutError(overdue, role="rollout", fix=fix)
                 if idle := lent_out or self._resting:
-                    left = _LOOK_S
+                    left = _LEASE_LOOK_S
                 if left <= 0:
                     causes = "; ".join(f"{s.name}: {s.error or 'no weights yet'}" for s in self._roster)
                     raise RoleTimeoutError(
