@@ -40,6 +40,8 @@ NEVER_HERE = {
     # of servers whose load was looked at, which a run this short may end before
     *("nightshift_refill_kv_usage_ratio", "nightshift_refill_running_requests"),
     *("nightshift_refill_waiting_requests", "nightshift_refill_preemptions_total"),
+    # of servers that sleep
+    *("nightshift_timing_sleep_seconds", "nightshift_timing_wake_seconds"),
     # of groups that are filtered or dropped, of pairs
     *("nightshift_rollout_filtered_groups_total", "nightshift_stale_response_length_mean_tokens"),
     *("nightshift_preference_chosen_reward", "nightshift_preference_rejected_reward"),
