@@ -268,7 +268,7 @@ FULL: dict[str, Rule] = {
     "actor_rollout_ref.model.path": to("model.path"),
     "actor_rollout_ref.model.tokenizer_path": to("model.tokenizer"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": to("trainer.gradient_checkpointing"),
-    "actor_rollout_ref.model.use_remove_padding": same("samples of like length share a micro-batch"),
+    "actor_rollout_ref.model.use_remove_padding": to("trainer.padding_free"),
     "actor_rollout_ref.model.use_shm": same("weights lie in shared memory in any case"),
     "actor_rollout_ref.model.trust_remote_code": only((False, None), "code of a model repository is not run"),
     "actor_rollout_ref.model.external_lib": only((None,), "no module is imported for a model"),

@@ -97,6 +97,8 @@ class JobSpec(Section):
             )
         if trainer.autocast and trainer.dtype != "float32":
             raise ValueError("trainer.autocast is for trainer.dtype float32")
+        if trainer.padding_free and self.model.attn_implementation != "sdpa":
+            raise ValueError("trainer.padding_free needs model.attn_implementation sdpa")
         names = [reward.name or reward.type for reward in self.rewards]
         if len(self.rewards) > 1 and len(set(names)) < len(names):
             raise ValueError(f"several rewards need different names, got {names}")

@@ -1,9 +1,12 @@
-"""From samples to padded micro-batches of token ids, in numpy.
+"""From samples to micro-batches of token ids, in numpy: padded or packed.
 
 A row of a batch holds one prompt and one or more responses to it: the samples of a prompt group then pay for their
 prompt once, which is most of the work where answers are short. Each response sees the prompt and itself, at the
 positions that it would have alone, so that values equal those of separate sequences up to rounding. Rows are padded on
 the right, where no real token looks.
+
+Packed, the sequences lie end to end in one row, without padding: attention must then be told where each begins
+(:mod:`services.trainer.packed_attention`), and prompts are not shared.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedBatch:
+class Batch:
     """B rows of length L, and where the N response tokens of all sequences are predicted.
 
-    Logits are wanted only at the columns ``keep`` (K of them), from the first one that predicts a response token to the
-    last one. The last token of a response predicts nothing and is left out of the input.
+    Logits are wanted only at the columns ``keep`` (K of them): padded, from the first one that predicts a response
+    token to the last one; packed, those that do. The last token of a response predicts nothing and is left out of the
+    input.
     """
 
     input_ids: Longs  # [B, L]
@@ -38,9 +42,10 @@ class PaddedBatch:
     sizes: list[int]  # response tokens of each sequence, N in all
     position_ids: Longs | None  # [B, L]; None: plain sequences, one in each row
     visible: NDArray[np.bool_] | None  # [B, L, L], true where the row's token i sees token j; None: causal
+    starts: NDArray[np.int32] | None = None  # packed: [S + 1] column at which each sequence begins, and L; None: padded
 
 
-def pad(pairs: Sequence[Pair], share: bool = False) -> PaddedBatch:
+def pad(pairs: Sequence[Pair], share: bool = False) -> Batch:
     """Lays sequences given as (prompt ids, response ids) out in rows; a prompt has at least one id.
 
     Args:
@@ -70,7 +75,7 @@ def pad(pairs: Sequence[Pair], share: bool = False) -> PaddedBatch:
             at += inner
     predictor = np.concatenate(predictors).astype(np.int64)
     first, last = (int(predictor.min()), int(predictor.max())) if len(predictor) else (0, 0)
-    return PaddedBatch(
+    return Batch(
         input_ids=input_ids,
         keep=np.arange(first, last + 1, dtype=np.int64),
         rows=np.concatenate(rows),
@@ -79,6 +84,32 @@ def pad(pairs: Sequence[Pair], share: bool = False) -> PaddedBatch:
         sizes=[len(response) for _, response in pairs],
         position_ids=positions if shared else None,
         visible=_visible(segments) if shared else None,
+    )
+
+
+def pack(pairs: Sequence[Pair]) -> Batch:
+    """Lays sequences given as (prompt ids, response ids) end to end in one row; a prompt has at least one id.
+
+    Args:
+        pairs: int32 arrays [P] and [T].
+    """
+    pieces = [np.concatenate([prompt, response[:-1]]) for prompt, response in pairs]
+    starts = np.cumsum([0, *map(len, pieces)])
+    sizes = [len(response) for _, response in pairs]
+    keep = [
+        np.arange(size) + start + len(prompt) - 1
+        for (prompt, _), size, start in zip(pairs, sizes, starts[:-1], strict=True)
+    ]
+    return Batch(
+        input_ids=np.concatenate(pieces).astype(np.int64)[None],
+        keep=np.concatenate(keep).astype(np.int64),
+        rows=np.zeros(sum(sizes), np.int64),
+        columns=np.arange(sum(sizes), dtype=np.int64),
+        targets=np.concatenate([response for _, response in pairs]).astype(np.int64),
+        sizes=sizes,
+        position_ids=np.concatenate([np.arange(len(piece)) for piece in pieces]).astype(np.int64)[None],
+        visible=None,
+        starts=starts.astype(np.int32),
     )
 
 
@@ -98,7 +129,9 @@ def micro_batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(items[start : start + size])
 
 
-def plan(lengths: Sequence[int], world: int, size: int, max_tokens: int | None) -> list[list[list[int]]]:
+def plan(
+    lengths: Sequence[int], world: int, size: int, max_tokens: int | None, packed: bool = False
+) -> list[list[list[int]]]:
     """Which items each rank takes in which micro-batch.
 
     Args:
@@ -106,6 +139,7 @@ def plan(lengths: Sequence[int], world: int, size: int, max_tokens: int | None) 
         world: number of ranks; each has the items of :func:`shard`.
         size: most items of a micro-batch, where ``max_tokens`` is None.
         max_tokens: most tokens of a micro-batch with its padding; a longer item is alone in its own.
+        packed: there is no padding.
 
     Returns:
         For each rank its micro-batches, as indices into ``lengths``: every index of the rank's share once. Ranks may
@@ -114,17 +148,20 @@ def plan(lengths: Sequence[int], world: int, size: int, max_tokens: int | None) 
     shares = [shard(range(len(lengths)), rank, world) for rank in range(world)]
     if max_tokens is None:
         return [list(micro_batches(share, size)) for share in shares]
-    return [_by_tokens(share, lengths, max_tokens) for share in shares]
+    return [_by_tokens(share, lengths, max_tokens, packed) for share in shares]
 
 
-def _by_tokens(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _by_tokens(share: Sequence[int], lengths: Sequence[int], max_tokens: int, packed: bool) -> list[list[int]]:
     """Longest first, so that neighbours need little padding, and a pass that does not fit into memory comes first."""
     pieces: list[list[int]] = []
+    used = 0  # tokens of the last piece, were it given this item
     for index in sorted(share, key=lambda item: -lengths[item]):
-        if pieces and (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= max_tokens:
+        used += lengths[index] if packed or not pieces else lengths[pieces[-1][0]]
+        if pieces and used <= max_tokens:
             pieces[-1].append(index)
         else:
             pieces.append([index])
+            used = lengths[index]
     return pieces
 
 

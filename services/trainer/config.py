@@ -34,6 +34,7 @@ class RankConfig:
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = False
     share_prompts: bool = True  # samples of one micro-batch with the same prompt compute it once
+    padding_free: bool = False  # samples of one micro-batch lie end to end in one row; prompts are then not shared
     seed: int = 0
     threads: int = 1
     device: str = "cpu"  # "cpu" or "cuda"
@@ -112,6 +113,7 @@ class RankConfig:
             gradient_checkpointing=trainer.gradient_checkpointing,
             # Rows that several responses share need a mask, with which a GPU's flash attention cannot be used.
             share_prompts=trainer.share_prompts and not cuda,
+            padding_free=trainer.padding_free,
             seed=trainer.seed,
             threads=trainer.threads,
             device=device,

@@ -11,7 +11,6 @@ from torch import Tensor
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.experience import LossSpec, Sample
 from services.trainer.aggregate import token_weights, weighted_sum
-from services.trainer.batching import pad
 from services.trainer.checks import VALUE_LOSS
 from services.trainer.losses import value_loss
 from services.trainer.policy import can_share
@@ -25,14 +24,14 @@ class CriticRank(TrainerRank):
     def _load(self) -> None:
         self.policy, new_head = load_value_model(self.config)
         # Asked before the head is zeroed: values that are all 0 would agree whatever the attention does.
-        self._share = self.config.share_prompts and can_share(self.policy)
+        self._share = not self.config.padding_free and self.config.share_prompts and can_share(self.policy)
         if new_head:
             zero_head(self.policy)
 
     def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> tuple[int, Tensor]:
         if spec.policy_loss != VALUE_LOSS:
             raise BadInputError(f"the critic has no loss {spec.policy_loss!r}", role="critic", fix="Send it 'value'")
-        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples], self._share)
+        batch = self._batch([(sample.prompt_ids, sample.response_ids) for sample in samples])
         masks = [sample.loss_mask for sample in samples]
         weights = self._upload(token_weights(masks, spec.aggregation))
         mask = self._upload(np.concatenate(masks)) > 0

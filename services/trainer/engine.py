@@ -74,7 +74,7 @@ class Engine:
         )
         self._zero: Any = self.engine.optimizer if config.zero_stage else None
 
-    def __call__(self, **inputs: Tensor) -> Any:
+    def __call__(self, **inputs: Any) -> Any:
         """Forward pass."""
         return self.engine(**inputs)
 

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from services.trainer.batching import PaddedBatch, pad
+from nightshift.wire.errors import BadInputError
+from services.trainer.batching import Batch, Pair, pack, pad
 from services.trainer.config import RankConfig
 from services.trainer.head import head_log_probs
 from services.trainer.model_folder import load_model, refuse_missing
+from services.trainer.packed_attention import PACKED, boundaries
 
 #: Logits of one pass above which they are made in chunks: 512 MiB in float32.
 WHOLE_LOGITS = 1 << 27
@@ -52,8 +54,10 @@ class Policy(nn.Module):
         temperature: Tensor,
         position_ids: Tensor | None = None,
         visible: Tensor | None = None,
+        starts: Tensor | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of N tokens in B padded sequences.
+        """Log-probs and entropies of N tokens in B rows.
 
         Args:
             input_ids: [B, L] int64.
@@ -62,6 +66,7 @@ class Policy(nn.Module):
             temperature: [N] float32 that divides the logits, as in the sampler.
             position_ids: [B, L]; None: 0, 1, 2, ...
             visible: [B, L, L] bool, true where a token sees another; None: causal.
+            starts, longest: of :func:`services.trainer.packed_attention.boundaries`, where B is 1 and the row packed.
 
         Returns:
             Two [N] float32 tensors: log pi(token), and the entropy of the distribution at its position in nats.
@@ -72,6 +77,7 @@ class Policy(nn.Module):
             "attention_mask": attention_mask(self.model, visible),
             "position_ids": position_ids,
             "use_cache": False,
+            **boundaries(starts, longest),
         }
         if self._plain and len(targets) * self.model.config.vocab_size > WHOLE_LOGITS:
             with context:
@@ -107,28 +113,68 @@ def can_share(policy: Policy) -> bool:
 
     Tried on a few tokens, since a model may ignore the mask, or hold recurrent state.
     """
+    if policy.model.config._attn_implementation not in ("eager", "sdpa") or not _full_attention(policy):
+        return False
+    pairs = _trial(policy)
+    return _agree(policy, _values(policy, pad(pairs, share=True)), _values(policy, pad(pairs)))
+
+
+def use_packed_rows(policy: Policy, config: RankConfig, *, role: str) -> None:
+    """Gives the model the attention of packed rows, under which it must answer as before.
+
+    Tried on a few tokens, since a model may not use the attention that it is given, or hold recurrent state.
+
+    Raises:
+        BadInputError: it does not.
+    """
+    model: Any = policy.model
+    fits = model.config._attn_implementation == "sdpa" and _full_attention(policy)
+    if fits:
+        pairs = _trial(policy)
+        before = torch.cat([_values(policy, pad([pair])) for pair in pairs])
+        model.set_attn_implementation(PACKED)
+        fits = model.config._attn_implementation == PACKED and _agree(policy, _values(policy, pack(pairs)), before)
+    if not fits:
+        raise BadInputError(
+            f"trainer.padding_free does not fit {type(model).__name__} from {config.model_path} with attention "
+            f"{config.attn_implementation}: its layers do not keep the sequences of one row apart",
+            role=role,
+            fix="Set trainer.padding_free to false, or model.attn_implementation to sdpa where it is another",
+        )
+
+
+def _full_attention(policy: Policy) -> bool:
+    """Whether every layer sees all that came before."""
     config = policy.model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if config._attn_implementation not in ("eager", "sdpa") or windowed or kinds != {"full_attention"}:
-        return False
-    size = int(config.vocab_size)
+    return not windowed and kinds == {"full_attention"}
+
+
+def _trial(policy: Policy) -> list[Pair]:
+    """Two responses to one prompt."""
+    size = int(policy.model.config.vocab_size)
     prompt, one, two = (np.arange(first, first + 4, dtype=np.int32) % size for first in (1, 3, 7))
-    values = []
-    for share in (True, False):
-        batch = pad([(prompt, one), (prompt, two)], share)
-        with torch.no_grad():
-            inputs = to_device(batch, next(policy.parameters()).device)
-            values.append(policy(temperature=torch.ones(len(batch.targets)), **inputs)[0].float())
+    return [(prompt, one), (prompt, two)]
+
+
+def _values(policy: Policy, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        inputs = to_device(batch, next(policy.parameters()).device)
+        return policy(temperature=torch.ones(len(batch.targets)), **inputs)[0].float()
+
+
+def _agree(policy: Policy, one: Tensor, other: Tensor) -> bool:
     tolerance = 1e-3 if next(policy.parameters()).dtype == torch.float32 and not policy.autocast else 0.5
-    return bool(torch.allclose(values[0], values[1], atol=tolerance, rtol=0.0))
+    return bool(torch.allclose(one, other, atol=tolerance, rtol=0.0))
 
 
 def load_policy(config: RankConfig) -> Policy:
     """Reads the model from its folder in the parameters' precision.
 
     Raises:
-        BadInputError: the folder holds no whole causal language model that transformers can load.
+        BadInputError: the folder holds no whole causal language model that transformers can load, or rows cannot be
+            packed for it.
     """
     what, setting = "model", "model.path"
     model, missing = load_model(
@@ -136,9 +182,12 @@ def load_policy(config: RankConfig) -> Policy:
     )
     refuse_missing(missing, config, what, role="trainer", setting=setting)
     compiled = config.compile and config.zero_stage < 3
+    policy = Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=compiled)
+    if config.padding_free:
+        use_packed_rows(policy, config, role="trainer")
     if compiled:
         _compile_layers(model)
-    return Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=compiled)
+    return policy
 
 
 def _has_plain_head(model: nn.Module) -> bool:
@@ -160,11 +209,12 @@ def _compile_layers(model: nn.Module) -> None:
         layer.compile(dynamic=True)
 
 
-def to_device(batch: PaddedBatch, device: torch.device) -> dict[str, Tensor]:
-    """The arrays of a batch as tensors, by the names of :meth:`Policy.forward`."""
-    names = ("input_ids", "keep", "rows", "columns", "targets", "position_ids", "visible")
+def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """What a batch holds, arrays as tensors, by the names of :meth:`Policy.forward`."""
+    names = ("input_ids", "keep", "rows", "columns", "targets", "position_ids", "visible", "starts")
     arrays = {name: getattr(batch, name) for name in names}
-    return {name: upload(array, device) for name, array in arrays.items() if array is not None}
+    longest = {} if batch.starts is None else {"longest": int(np.diff(batch.starts).max())}
+    return {name: upload(array, device) for name, array in arrays.items() if array is not None} | longest
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from nightshift.config.algorithm import PREFERENCE_LOSSES
 from nightshift.wire.experience import LossSpec, Sample
 from nightshift.wire.scoring import SequenceInput, SequenceResult
 from services.trainer.aggregate import divisor, token_weights, weighted_sum
-from services.trainer.batching import PaddedBatch, pad, plan, trained
+from services.trainer.batching import Batch, Pair, pack, pad, plan, trained
 from services.trainer.checkpoint import export_hf, load_engine, save_engine
 from services.trainer.checks import check_loss_spec, check_samples
 from services.trainer.config import RankConfig
@@ -76,7 +76,7 @@ class TrainerRank:
     def _load(self) -> None:
         """Reads the module that is trained, and finds out whether responses may share their prompt's row."""
         self.policy: Any = load_policy(self.config)
-        self._share = self.config.share_prompts and can_share(self.policy)
+        self._share = not self.config.padding_free and self.config.share_prompts and can_share(self.policy)
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
         """Adds the gradient of a part of a batch.
@@ -107,7 +107,7 @@ class TrainerRank:
         parts = [self._micro_step(micro, spec, loss_divisor) for micro in micros]
         for _ in range(turns - len(mine)):
             # Passes hold collectives, so that a rank with fewer samples joins with a gradient of zero.
-            logprobs, _ = self._forward(pad([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
+            logprobs, _ = self._forward(self._batch([(kept[0].prompt_ids, kept[0].response_ids)]), spec.temperature)
             self._backward(logprobs.sum() * 0.0, None if loss_divisor is None else 1.0)
         return self._total([sample for micro in micros for sample in micro], parts)
 
@@ -167,7 +167,7 @@ class TrainerRank:
         with self._precision(exact), torch.no_grad():
             for micro in mine:
                 items = [sequences[index] for index in micro]
-                batch = pad([(item["prompt_ids"], item["response_ids"]) for item in items], self._share)
+                batch = self._batch([(item["prompt_ids"], item["response_ids"]) for item in items])
                 temperatures = [
                     np.full(n, item.get("temperature", 1.0), np.float32)
                     for item, n in zip(items, batch.sizes, strict=True)
@@ -176,7 +176,7 @@ class TrainerRank:
                 logprobs, _ = self.engine(temperature=temperature, **to_device(batch, self.device))
                 found |= dict(zip(micro, logprobs.cpu().split(batch.sizes), strict=True))
             for _ in range(turns - len(mine)):
-                self._forward(pad([(sequences[0]["prompt_ids"], sequences[0]["response_ids"])]), 1.0)
+                self._forward(self._batch([(sequences[0]["prompt_ids"], sequences[0]["response_ids"])]), 1.0)
         return [
             {
                 "id": sequences[index]["id"],
@@ -275,13 +275,17 @@ class TrainerRank:
         finally:
             self.policy.autocast = autocast
 
-    def _forward(self, batch: PaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _batch(self, pairs: Sequence[Pair]) -> Batch:
+        return pack(pairs) if self.config.padding_free else pad(pairs, self._share)
+
+    def _forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         scale = torch.full((len(batch.targets),), temperature, device=self.device)
         return self.engine(temperature=scale, **to_device(batch, self.device))
 
     def _pieces(self, lengths: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of items with these lengths, and how many the rank with the most of them has."""
-        pieces = plan(lengths, self.world, self.config.micro_batch_size, self.config.max_tokens)
+        config = self.config
+        pieces = plan(lengths, self.world, config.micro_batch_size, config.max_tokens, config.padding_free)
         return pieces[self.rank], max(map(len, pieces), default=0)
 
     def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> tuple[int, Tensor]:
@@ -291,7 +295,7 @@ class TrainerRank:
             Token positions that went through the model, and on the device the sums (float64, in the order of _SUMS)
             with the largest ratio after them.
         """
-        batch = pad([(sample.prompt_ids, sample.response_ids) for sample in samples], self._share)
+        batch = self._batch([(sample.prompt_ids, sample.response_ids) for sample in samples])
         masks = [sample.loss_mask for sample in samples]
         weights = self._upload(token_weights(masks, spec.aggregation))
         mask = self._upload(np.concatenate(masks)) > 0

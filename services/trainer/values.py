@@ -11,7 +11,8 @@ from transformers import AutoModelForTokenClassification
 from nightshift.wire.errors import BadInputError
 from services.trainer.config import RankConfig
 from services.trainer.model_folder import load_model, refuse_missing
-from services.trainer.policy import attention_mask
+from services.trainer.packed_attention import boundaries
+from services.trainer.policy import attention_mask, use_packed_rows
 
 
 class ValueModel(nn.Module):
@@ -35,6 +36,8 @@ class ValueModel(nn.Module):
         temperature: Tensor,
         position_ids: Tensor | None = None,
         visible: Tensor | None = None,
+        starts: Tensor | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Values of N tokens: at the position that predicts each, so that a value knows nothing of its token.
 
@@ -45,13 +48,18 @@ class ValueModel(nn.Module):
             temperature: [N], not used.
             position_ids: [B, L]; None: 0, 1, 2, ...
             visible: [B, L, L] bool, true where a token sees another; None: causal.
+            starts, longest: of :func:`services.trainer.packed_attention.boundaries`, where B is 1 and the row packed.
 
         Returns:
             [N] float32 values, and [N] zeros.
         """
         context = torch.autocast(input_ids.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
-        mask = attention_mask(self.model, visible)
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask(self.model, visible),
+            "position_ids": position_ids,
+            **boundaries(starts, longest),
+        }
         with context:
             values = self.model(**inputs).logits
         picked = values[rows, keep[columns], 0].float()
@@ -65,7 +73,8 @@ def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
         The model, and whether its head is new (random until :func:`zero_head`).
 
     Raises:
-        BadInputError: transformers knows no token classifier of this architecture, or cannot load the folder.
+        BadInputError: transformers knows no token classifier of this architecture, or cannot load the folder, or rows
+            cannot be packed for it.
     """
     what, setting = "critic", "scorers.critic.model"
     fix = f"Name a folder whose architecture transformers has a token classifier for, in {setting}"
@@ -77,7 +86,10 @@ def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
     prefix = next(name for name, module in model.named_modules() if module is head_of(model))
     lost = [name for name in missing if name not in {f"{prefix}.{part}" for part in head}]
     refuse_missing(lost, config, what, role="critic", setting=setting)
-    return ValueModel(model, config.autocast), bool(missing)
+    values = ValueModel(model, config.autocast)
+    if config.padding_free:
+        use_packed_rows(values, config, role="critic")
+    return values, bool(missing)
 
 
 def head_of(model: nn.Module) -> nn.Linear:

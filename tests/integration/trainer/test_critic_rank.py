@@ -78,6 +78,23 @@ def test_o14_value_updates_do_not_depend_on_the_micro_batch_size(model: Path, st
     assert distance(ends[0], ends[2]) < 1e-5
 
 
+def test_packed_rows_do_not_change_a_step_on_values_or_pairs(model: Path) -> None:
+    critics, policies = [], []
+    for packed in (False, True):
+        rank = critic(model, padding_free=packed, share_prompts=False)
+        for _ in range(2):
+            rank.update(valued(rank, batch()), VALUE, 1e-2)
+        critics.append(weights(rank))
+        trained = TrainerRank(
+            RankConfig(model_path=str(model), padding_free=packed, share_prompts=False, adam_epsilon=1e-2)
+        )
+        for _ in range(2):
+            trained.update(pairs(trained), dpo(), 1e-2)
+        policies.append(weights(trained))
+    assert distance(*critics) < 1e-5
+    assert distance(*policies) < 1e-5
+
+
 def test_published_values_are_those_of_the_rank(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

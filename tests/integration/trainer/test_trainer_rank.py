@@ -226,6 +226,33 @@ def test_sharing_prompts_changes_the_work_and_not_the_step(make: Make) -> None:
     assert distance(weights(shared), weights(alone)) < 1e-6
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_packed_rows_change_the_work_and_not_the_step(make: Make, stage: int) -> None:
+    spec = LossSpec(kl_coef=0.1, entropy_coef=0.01)
+    items: list[Any] = [
+        {"id": s.sample_id, "prompt_ids": s.prompt_ids, "response_ids": s.response_ids} for s in batch()
+    ]
+    settings = {"zero_stage": stage, "share_prompts": False}
+    padded = make(micro_batch_size=8, **settings)
+    wanted = [padded.update(batch(seed=seed), spec, 1e-2) for seed in range(3)]
+    for limits in (
+        {"micro_batch_size": 8},
+        {"micro_batch_size": 3},
+        {"max_tokens": 40, "gradient_checkpointing": True},
+    ):
+        packed = make(padding_free=True, **settings, **limits)
+        for seed, want in enumerate(wanted):
+            got = packed.update(batch(seed=seed), spec, 1e-2)
+            assert got["positions"] == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in batch(seed=seed))
+            assert got["positions"] < want["positions"]
+            assert {name: got[name] for name in ("grad_norm", "loss/actor", "kl", "entropy")} == pytest.approx(
+                {name: want[name] for name in ("grad_norm", "loss/actor", "kl", "entropy")}, rel=1e-4, abs=1e-6
+            )
+        assert distance(weights(packed), weights(padded)) < 1e-5
+        for one, other in zip(packed.log_probs(items), padded.log_probs(items), strict=True):
+            assert np.allclose(one["logprobs"], other["logprobs"], atol=1e-4)
+
+
 def test_gradient_checkpointing_does_not_change_the_step(make: Make) -> None:
     results = []
     for checkpointing in (False, True):
