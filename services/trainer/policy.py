@@ -133,7 +133,10 @@ def use_packed_rows(policy: Policy, config: RankConfig, *, role: str) -> None:
         pairs = _trial(policy)
         before = torch.cat([_values(policy, pad([pair])) for pair in pairs])
         model.set_attn_implementation(PACKED)
-        fits = model.config._attn_implementation == PACKED and _agree(policy, _values(policy, pack(pairs)), before)
+        try:
+            fits = model.config._attn_implementation == PACKED and _agree(policy, _values(policy, pack(pairs)), before)
+        except TypeError:  # it does not take the boundaries, or does not hand them on
+            fits = False
     if not fits:
         raise BadInputError(
             f"trainer.padding_free does not fit {type(model).__name__} from {config.model_path} with attention "

@@ -184,6 +184,7 @@ def test_the_full_form(full: Path) -> None:
     assert (spec.algorithm.clip_low, spec.algorithm.clip_high) == (0.2, 0.28)
     assert (spec.trainer.learning_rate, spec.trainer.ranks, spec.trainer.save_freq) == (1e-6, 8, 0)
     assert spec.trainer.gradient_checkpointing
+    assert spec.trainer.padding_free
     assert spec.data.overlong_prompts == "drop"
     assert spec.tracking.wandb == "grpo demo"
     assert spec.scorers.critic is None

@@ -173,6 +173,13 @@ def test_missing_section_is_named_with_its_meaning(folder: Path) -> None:
     assert all(f"'{key}' is missing" in text for key in ("model", "data", "rewards"))
 
 
+def test_o44_packed_rows_need_the_attention_that_they_replace(folder: Path) -> None:
+    text = refusal(job(folder, trainer={"padding_free": True}), "model.attn_implementation=eager")
+    assert "trainer.padding_free" in text
+    assert "model.attn_implementation" in text
+    assert load_job(job(folder, trainer={"padding_free": True})).trainer.padding_free
+
+
 def test_empty_section_is_refused_by_name(folder: Path) -> None:
     text = refusal(job(folder, trainer=None))
     assert "'trainer' is null" in text

@@ -117,7 +117,7 @@ def test_packed_micro_batches_count_no_padding(lengths: list[int], world: int, m
     pieces = plan(lengths, world, 4, max_tokens, packed=True)
     for rank, mine in enumerate(pieces):
         assert sorted(index for piece in mine for index in piece) == shard(range(len(lengths)), rank, world)
-        for piece, after in zip(mine, [*mine[1:], None], strict=True):
+        for piece, after in zip(mine, [*mine[1:], None], strict=False):
             total = sum(lengths[index] for index in piece)
             assert len(piece) == 1 or total <= max_tokens
             assert after is None or total + lengths[after[0]] > max_tokens
@@ -191,11 +191,15 @@ def refusal(policy: Any) -> str:
 
 def test_a_model_that_cannot_keep_sequences_apart_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    windowed, eager, leaking = llama(), llama(), llama()
+    windowed, eager, leaking, deaf = llama(), llama(), llama(), llama()
     windowed.model.config.sliding_window = 4096
     assert "trainer.padding_free does not fit LlamaForCausalLM" in refusal(windowed)
     eager.model.set_attn_implementation("eager")
     assert "LlamaForCausalLM" in refusal(eager)
+    decoder = deaf.model.get_decoder()
+    hears = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda cu_seq_lens_q=None, max_length_q=None, **rest: hears(**rest))
+    assert "LlamaForCausalLM" in refusal(deaf)
 
     def whole_row(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **unused: Any) -> Any:
         return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2), None
