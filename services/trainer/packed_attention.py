@@ -1,7 +1,7 @@
 """Attention over sequences that lie end to end in one row, each of which sees itself alone.
 
 Registered with transformers under a name of its own, for which transformers makes no mask: the boundaries come as an
-argument of the model's forward pass, by the names that transformers has for them.
+argument of the model's forward pass (:func:`services.trainer.policy.boundaries`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,6 @@ _OPTIONS: dict[str, Any] = ({"window_size": (-1, 0)} if "window_size" in _PARAME
 )
 
 
-def boundaries(starts: Tensor | None, longest: int | None) -> dict[str, Any]:
-    """Arguments of a model's forward pass that say where the sequences of its one row are; none where it has no such.
-
-    Args:
-        starts: [S + 1] int32: the column at which each sequence begins, and the length of the row.
-        longest: tokens of the longest sequence.
-    """
-    return {} if starts is None else {"cu_seq_lens_q": starts, "max_length_q": longest}
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -55,7 +45,8 @@ def packed_attention(
         query: [1, H, T, D].
         key, value: [1, G, T, D]; G divides H.
         attention_mask: None.
-        cu_seq_lens_q, max_length_q: of :func:`boundaries`.
+        cu_seq_lens_q: [S + 1] int32: where in T each sequence begins, and T.
+        max_length_q: tokens of the longest one.
         scaling: of the scores; None: D ** -0.5.
 
     Returns:
@@ -65,7 +56,7 @@ def packed_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     half = value.dtype in (torch.bfloat16, torch.float16)
     if value.is_cuda and half and value.shape[-1] % 8 == 0 and value.shape[-1] <= 256:
-        rows = (states[0].transpose(0, 1) for states in (query, key, value))
+        rows = [states[0].transpose(0, 1) for states in (query, key, value)]
         out = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, **_OPTIONS)
         return out[None], None
     return _one_by_one(query, key, value, cu_seq_lens_q, scaling), None

@@ -16,7 +16,6 @@ from services.trainer.batching import Batch, Pair, pack, pad
 from services.trainer.config import RankConfig
 from services.trainer.head import head_log_probs
 from services.trainer.model_folder import load_model, refuse_missing
-from services.trainer.packed_attention import PACKED, boundaries
 
 #: Logits of one pass above which they are made in chunks: 512 MiB in float32.
 WHOLE_LOGITS = 1 << 27
@@ -66,7 +65,7 @@ class Policy(nn.Module):
             temperature: [N] float32 that divides the logits, as in the sampler.
             position_ids: [B, L]; None: 0, 1, 2, ...
             visible: [B, L, L] bool, true where a token sees another; None: causal.
-            starts, longest: of :func:`services.trainer.packed_attention.boundaries`, where B is 1 and the row packed.
+            starts, longest: of :func:`boundaries`, where B is 1 and the row packed.
 
         Returns:
             Two [N] float32 tensors: log pi(token), and the entropy of the distribution at its position in nats.
@@ -108,6 +107,16 @@ def attention_mask(model: nn.Module, visible: Tensor | None) -> Tensor | None:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
 
 
+def boundaries(starts: Tensor | None, longest: int | None) -> dict[str, Any]:
+    """Arguments of a model's forward pass that say where the sequences of a packed row are; none for padded rows.
+
+    Args:
+        starts: [S + 1] int32: the column at which each sequence begins, and the length of the row.
+        longest: tokens of the longest sequence.
+    """
+    return {} if starts is None else {"cu_seq_lens_q": starts, "max_length_q": longest}
+
+
 def can_share(policy: Policy) -> bool:
     """Whether responses may share the row of their prompt: whether the model's attention follows a mask that is given.
 
@@ -127,6 +136,9 @@ def use_packed_rows(policy: Policy, config: RankConfig, *, role: str) -> None:
     Raises:
         BadInputError: it does not.
     """
+    # Only here, since it loads torch's compiler, which takes seconds.
+    from services.trainer.packed_attention import PACKED
+
     model: Any = policy.model
     fits = model.config._attn_implementation == "sdpa" and _full_attention(policy)
     if fits:

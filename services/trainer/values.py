@@ -11,8 +11,7 @@ from transformers import AutoModelForTokenClassification
 from nightshift.wire.errors import BadInputError
 from services.trainer.config import RankConfig
 from services.trainer.model_folder import load_model, refuse_missing
-from services.trainer.packed_attention import boundaries
-from services.trainer.policy import attention_mask, use_packed_rows
+from services.trainer.policy import attention_mask, boundaries, use_packed_rows
 
 
 class ValueModel(nn.Module):
@@ -48,7 +47,7 @@ class ValueModel(nn.Module):
             temperature: [N], not used.
             position_ids: [B, L]; None: 0, 1, 2, ...
             visible: [B, L, L] bool, true where a token sees another; None: causal.
-            starts, longest: of :func:`services.trainer.packed_attention.boundaries`, where B is 1 and the row packed.
+            starts, longest: of :func:`services.trainer.policy.boundaries`, where B is 1 and the row packed.
 
         Returns:
             [N] float32 values, and [N] zeros.
