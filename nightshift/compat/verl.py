@@ -18,6 +18,8 @@ from yaml import YAMLError
 
 from nightshift.compat import verl_reward
 from nightshift.compat.verl_keys import FULL, SMALL, Rule
+from nightshift.config.load import MOST_BYTES, read_yaml
+from nightshift.config.plain import fault_of_numbers, fault_of_references
 from nightshift.wire.errors import BadInputError
 
 Verdict = Literal["mapped", "defaulted", "not supported"]
@@ -74,10 +76,10 @@ class Imported:
 def is_verl(path: Path) -> bool:
     """Whether a file is a verl configuration: it has a section that only those have."""
     try:
-        config = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError):
+        config = _load(path)
+    except BadInputError:
         return False
-    return isinstance(config, DictConfig) and ("actor_rollout" in config or "actor_rollout_ref" in config)
+    return "actor_rollout" in config or "actor_rollout_ref" in config
 
 
 def import_verl(path: Path, overrides: Sequence[str] = ()) -> Imported:
@@ -204,20 +206,27 @@ def _default(made: Imported, target: str, value: Any, why: str) -> None:
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-    try:
-        config = OmegaConf.load(path)
-    except OSError as error:
-        raise BadInputError(f"cannot read {str(path)!r}: {error.strerror}", role=_ROLE) from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise BadInputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}", role=_ROLE) from error
-    if not isinstance(config, DictConfig):
-        raise BadInputError(f"{path} must be a map of sections", role=_ROLE)
+    config = _load(path)
     for override in overrides:
         _override(config, override)
+    if fault := fault_of_references(OmegaConf.to_container(config, resolve=False)):
+        raise BadInputError(f"{path}: {fault}", role=_ROLE)
     for key in ("defaults", "hydra", "_target_"):
         config.pop(key, None)
     unresolved: set[str] = set()
-    return _resolve(config, "", unresolved), unresolved
+    found = _resolve(config, "", unresolved)
+    if number := fault_of_numbers(found):
+        raise BadInputError(f"{path}: {number[0]!r} {number[1]}", role=_ROLE)
+    return found, unresolved
+
+
+def _load(path: Path) -> DictConfig:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise BadInputError(f"cannot read {str(path)!r}: {error.strerror}", role=_ROLE) from error
+    return read_yaml(data, str(path))
 
 
 def _override(config: DictConfig, text: str) -> None:

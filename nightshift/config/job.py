@@ -31,7 +31,7 @@ GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_ba
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name:
         raise ValueError(
-            f"name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
+            f"name {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or a digit"
         )
     return name
 

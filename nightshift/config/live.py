@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from nightshift.config.job import JobSpec
 from nightshift.config.messages import explain_all
+from nightshift.config.plain import fault_of_numbers
 from nightshift.config.suggest import dotted, suggest
 from nightshift.wire.errors import BadInputError
 
@@ -123,6 +124,9 @@ def check_changes(spec: JobSpec, changes: Mapping[str, Any]) -> dict[str, Any]:
     problems: list[tuple[str, str]] = []
     wanted: dict[str, Any] = {}
     for name, value in changes.items():
+        if number := fault_of_numbers(value):
+            problems.append((name, number[1]))
+            continue
         if name == ASYNC:
             _asynchronous(spec, value, wanted, problems)
             continue

@@ -17,10 +17,12 @@ from nightshift.config import suggest
 from nightshift.config.files import resolve_files
 from nightshift.config.job import JobSpec
 from nightshift.config.messages import explain_all
+from nightshift.config.plain import fault_of_node, fault_of_numbers, fault_of_references
 from nightshift.wire.errors import BadInputError
 
 _ROLE = "job"
-_MAX_BYTES = 1 << 20
+#: Of a job file.
+MOST_BYTES = 1 << 20
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> JobSpec:
@@ -37,7 +39,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, check_files: bo
     """
     path = Path(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        if path.stat().st_size > MOST_BYTES:
             raise BadInputError(f"{path} is larger than a job file can be (1 MiB)", role=_ROLE)
         data = path.read_bytes()
     except OSError as error:
@@ -49,15 +51,19 @@ def parse_job(
     data: bytes, base: Path, overrides: Sequence[str] = (), *, source: str = "job", check_files: bool = True
 ) -> JobSpec:
     """Like :func:`load_job`, for a job file's bytes. ``source`` names it in messages."""
-    config = _read_yaml(data, source)
+    config = read_yaml(data, source)
     for override in overrides:
         _apply(config, override)
+    if fault := fault_of_references(OmegaConf.to_container(config, resolve=False)):
+        raise BadInputError(f"{source}: {fault}", role=_ROLE)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
         text = str(error).splitlines()[0]
         raise BadInputError(f"{source}: {where}{text}", role=_ROLE) from error
+    if number := fault_of_numbers(values):
+        raise BadInputError(f"{source}: {number[0]!r} {number[1]}", role=_ROLE)
     try:
         spec = JobSpec.model_validate(values)
     except ValidationError as errors:
@@ -104,7 +110,14 @@ def _bad_input(source: str, problems: list[str]) -> BadInputError:
     return BadInputError(f"{source} has {len(problems)} errors:{listed}", role=_ROLE)
 
 
-def _read_yaml(data: bytes, source: str) -> DictConfig:
+def read_yaml(data: bytes, source: str) -> DictConfig:
+    """A YAML document's top map, with its interpolations as they are written.
+
+    Raises:
+        BadInputError: it is no such document, or stands for more than a job can be.
+    """
+    if len(data) > MOST_BYTES:
+        raise BadInputError(f"{source} is larger than a job file can be (1 MiB)", role=_ROLE)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -115,15 +128,19 @@ def _read_yaml(data: bytes, source: str) -> DictConfig:
         if not isinstance(node, yaml.MappingNode):
             what = "empty" if node is None else "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
             raise BadInputError(f"{source} is {what}, but must be a map of sections (name, model, ...)", role=_ROLE)
+        if fault := fault_of_node(node):
+            raise BadInputError(f"{source}: {fault}", role=_ROLE)
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source} line {mark.line + 1}" if mark else source
         reason = error.problem or error.context
         raise BadInputError(f"{where} is not valid YAML: {reason}", role=_ROLE) from error
-    except yaml.YAMLError as error:
-        raise BadInputError(f"{source} is not valid YAML: {error}", role=_ROLE) from error
-    except (OmegaConfBaseException, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: a date that is none
+        raise BadInputError(f"{source} is not valid YAML: {str(error).splitlines()[0]}", role=_ROLE) from error
+    except RecursionError as error:
+        raise BadInputError(f"{source} is nested too deeply", role=_ROLE) from error
+    except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInputError(f"{source}: {reason}", role=_ROLE) from error
     if not isinstance(config, DictConfig):
@@ -159,7 +176,7 @@ def _apply(config: DictConfig, override: str) -> None:
 def parse_key(key: str) -> suggest.Path:
     """``rewards[0].weight`` or ``rewards.0.weight`` as a path."""
     parts = key.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in parts)
 
 
 def _locate(lines: dict[suggest.Path, int], path: suggest.Path, text: str) -> str:

@@ -13,6 +13,8 @@ from nightshift.config.rewards import REWARD_TYPES
 from nightshift.config.suggest import Path, describe, dotted, keys_at, models_at, suggest
 
 _SHOWN = 80
+#: Most errors that are told of one document: to name the nearest key of each takes time, and nobody reads more.
+_MOST = 100
 #: pydantic's error types -> what is right.
 _EXPECTED = {
     "int_type": "must be a whole number",
@@ -93,5 +95,5 @@ def explain_value(error: ErrorDetails) -> str:
 
 
 def explain_all(errors: ValidationError) -> list[tuple[Path, str]]:
-    """Every error with its key path, in the order of the file's sections."""
-    return [(key_path(error["loc"]), explain(error)) for error in errors.errors(include_url=False)]
+    """Errors with their key paths, in the order of the file's sections; of very many, the first ones."""
+    return [(key_path(error["loc"]), explain(error)) for error in errors.errors(include_url=False)[:_MOST]]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import struct_pb2
 
 from orchestrator.api.problems import ProblemError, answer
 from orchestrator.api.rate import RateLimit
 from orchestrator.api.service import Caller, Service, caller_from, check_scope
+from orchestrator.api.strict import check_text
 from orchestrator.store.access import Scope
 
 _CODES = {
@@ -21,12 +23,15 @@ _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
+#: Bytes in metadata, where text counts up to three times (percent-encoded) and the rest a third more (base64).
+_MOST_DETAIL, _MOST_PROBLEM = 600, 3072
 Context = Any  # grpc carries no types
 
 
@@ -71,9 +76,17 @@ class Refusals:
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             problem = answer(self._path, error)
             code = _CODES.get(problem.status_code, grpc.StatusCode.INTERNAL)
-            body = bytes(problem.body)
-            detail = json_format.Parse(body, struct_pb2.Struct())["detail"]
-            await self._context.abort(code, str(detail), (("problem-bin", body),))
+            detail, body = _fitting(json.loads(bytes(problem.body)))
+            await self._context.abort(code, detail, (("problem-bin", body),))
+
+
+def _fitting(problem: dict[str, Any]) -> tuple[str, bytes]:
+    """The detail and the whole of a problem, of as much as metadata takes: beyond 8 KiB the call would end without."""
+    detail = str(problem["detail"]).encode()[:_MOST_DETAIL].decode(errors="ignore")
+    problem["detail"] = detail
+    while len(body := json.dumps(problem).encode()) > _MOST_PROBLEM and problem["errors"]:
+        problem["errors"].pop()
+    return detail, body
 
 
 def call(scope: Scope) -> Callable[[Any], Any]:
@@ -83,12 +96,25 @@ def call(scope: Scope) -> Callable[[Any], Any]:
         @functools.wraps(method)
         async def wrapper(self: Servicer, request: Any, context: Context) -> Any:
             async with self.refusals(context, method.__name__):
+                check_texts(request)
                 caller = await self.caller(context, scope)
                 return await asyncio.to_thread(method, self, caller, request)
 
         return wrapper
 
     return decorate
+
+
+def check_texts(message: Any) -> None:
+    """Checks the texts of a request, as :func:`orchestrator.api.strict.check_text` does.
+
+    Raises:
+        ProblemError: one is none.
+    """
+    for field, value in message.ListFields():
+        for item in value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]:
+            if isinstance(item, str):
+                check_text(field.name, item)
 
 
 def metadata(context: Context, name: str) -> str:

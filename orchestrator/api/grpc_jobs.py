@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from google.protobuf import json_format, struct_pb2
 
 from nightshift.cli.runs import EVENTS
 from nightshift.wire.v1 import jobs_pb2, jobs_pb2_grpc
-from orchestrator.api import readers, routes_data, routes_jobs, routes_settings
-from orchestrator.api.grpc_calls import Context, Servicer, call, limit_of, metadata, struct
+from orchestrator.api import readers, routes_data, routes_events, routes_jobs, routes_settings
+from orchestrator.api.grpc_calls import Context, Servicer, call, check_texts, limit_of, metadata, struct
 from orchestrator.api.problems import ProblemError
-from orchestrator.api.routes_events import finished
-from orchestrator.api.service import Caller, visible
-from orchestrator.api.stream import boundary, events
+from orchestrator.api.routes_events import finished, keep_upload
+from orchestrator.api.service import Caller, still_may, visible
+from orchestrator.api.stream import NoLongerError, boundary, events
 from orchestrator.jobs.document import read_document
 from orchestrator.jobs.states import Call, JobState
 from orchestrator.store.access import Scope
@@ -35,11 +36,15 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     async def Submit(self, request: Any, context: Context) -> Any:
         """Queues a job."""
         async with self.refusals(context, "Submit"):
+            check_texts(request)
             caller = await self.caller(context, Scope.SUBMIT)
-            document = self._document(request.job)
+            document = await self._document(request.job)
             if not -100 <= request.priority <= 100:
                 raise ProblemError(422, "priority must be between -100 and 100", errors=[("priority", "-100 to 100")])
             key = metadata(context, "idempotency-key") or None
+            if key is not None and not re.fullmatch(r"[ -~]{1,255}", key):
+                text = "idempotency-key must be 1 to 255 printable characters of ASCII"
+                raise ProblemError(422, text, errors=[("idempotency-key", "1 to 255 characters")])
             record, _ = await asyncio.to_thread(
                 routes_jobs.submit_document,
                 self._service,
@@ -47,7 +52,7 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
                 document,
                 request.project or None,
                 request.priority,
-                key[:255] if key else None,
+                key,
                 metadata(context, "traceparent"),
             )
             self._service.scheduler.wake()
@@ -56,12 +61,14 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     async def Plan(self, request: Any, context: Context) -> Any:
         """Checks a job, and estimates what it needs."""
         async with self.refusals(context, "Plan"):
+            check_texts(request)
             caller = await self.caller(context, Scope.SUBMIT)
-            return struct(await routes_jobs.make_plan(self._service, caller, self._document(request.job)))
+            return struct(await routes_jobs.make_plan(self._service, caller, await self._document(request.job)))
 
     async def GetPlan(self, request: Any, context: Context) -> Any:
         """What a job was estimated to need."""
         async with self.refusals(context, "GetPlan"):
+            check_texts(request)
             caller = await self.caller(context, Scope.READ)
             return struct(await routes_jobs.plan_of_job(self._service, caller, request.id))
 
@@ -69,7 +76,7 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     def List(self, caller: Caller, request: Any) -> Any:
         """Jobs, the newest first."""
         states = [_state(name) for name in request.states]
-        if request.cursor and not request.cursor.isdigit():
+        if request.cursor and not re.fullmatch(r"[0-9]{1,18}", request.cursor):
             raise ProblemError(422, "cursor must be what `next` of the page before says", errors=[("cursor", "digits")])
         page = routes_jobs.list_jobs(
             self._service,
@@ -78,7 +85,7 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
             name=request.name or None,
             project=request.project or None,
             limit=limit_of(request.limit, otherwise=_PAGE, most=500),
-            cursor=request.cursor[:18] or None,
+            cursor=request.cursor or None,
         )
         return jobs_pb2.ListResponse(jobs=[_job(job) for job in page.jobs], next=page.next or "")
 
@@ -127,6 +134,7 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
         """Events as they happen."""
         service = self._service
         async with self.refusals(context, "Events"):
+            check_texts(request)
             caller = await self.caller(context, Scope.READ)
             record = await asyncio.to_thread(visible, service, caller, request.id)
             if service.streams >= service.config.max_streams:
@@ -134,12 +142,16 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
             path = Path(record.run_dir) / EVENTS
             offset = await asyncio.to_thread(boundary, path, request.after)
             ended = functools.partial(finished, service, record.id)
+            may = functools.partial(still_may, service, caller)
             kinds = frozenset(request.kinds)
             service.streams += 1
             try:
-                async for event in events(path, offset, kinds, ended, follow=not request.present_only):
+                follow = not request.present_only
+                async for event in events(path, offset, kinds, ended, follow=follow, may=may):
                     if event.event != "end":
                         yield jobs_pb2.Event(id=int(event.id or 0), kind=event.event, data=event.data)
+            except NoLongerError:
+                raise ProblemError(401, "the token has expired, or was revoked") from None
             finally:
                 service.streams -= 1
 
@@ -154,9 +166,9 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
             request.id,
             kind=request.kind or None,
             name=list(request.names),
-            after=None,
-            before=None,
-            most=100_000,
+            after=request.after if request.HasField("after") else None,
+            before=request.before if request.HasField("before") else None,
+            most=limit_of(request.most, otherwise=100_000, most=100_000),
         )
         return jobs_pb2.MetricsResponse(
             points=[
@@ -177,10 +189,9 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
         sort = request.sort or "-step"
         if sort.removeprefix("-") not in sorts:
             raise ProblemError(422, f"sort must be one of {', '.join(sorts)}", errors=[("sort", "no such column")])
+        filters = ("step", "min_reward", "max_reward", "group_id", "trace_id", "finish_reason")
         query = readers.RolloutQuery(
-            step=request.step if request.HasField("step") else None,
-            min_reward=request.min_reward if request.HasField("min_reward") else None,
-            max_reward=request.max_reward if request.HasField("max_reward") else None,
+            **{name: getattr(request, name) for name in filters if request.HasField(name)},
             sort=sort,
             offset=max(0, request.offset),
             limit=limit_of(request.limit, otherwise=_PAGE, most=500),
@@ -209,6 +220,7 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     async def Download(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """A checkpoint as a tar stream."""
         async with self.refusals(context, "Download"):
+            check_texts(request)
             caller = await self.caller(context, Scope.READ)
             find = functools.partial(routes_data.one_checkpoint, self._service, caller, request.id, request.step)
             view = await asyncio.to_thread(find)
@@ -239,36 +251,62 @@ class JobServicer(Servicer, jobs_pb2_grpc.JobServiceServicer):
     @call(Scope.READ)
     def Trace(self, caller: Caller, request: Any) -> Any:
         """The timeline of one prompt group."""
-        return struct(routes_data.trace(self._service, caller, request.trace_id, job=None).model_dump())
+        return struct(routes_data.trace(self._service, caller, request.trace_id, job=request.job or None).model_dump())
 
     async def Upload(self, request_iterator: AsyncIterator[Any], context: Context) -> Any:
         """Keeps a file under the SHA-256 of its content."""
         async with self.refusals(context, "Upload"):
             caller = await self.caller(context, Scope.SUBMIT)
-            receiving, size, digest = None, 0, ""
-            try:
-                async for chunk in request_iterator:
-                    if receiving is None:
-                        digest, project = chunk.sha256, caller.project_for(chunk.project or None)
-                        if await asyncio.to_thread(self._service.access.project, project) is None:
-                            raise ProblemError(404, f"there is no project {project!r}")
-                        receiving = await asyncio.to_thread(self._service.uploads.receive, project, digest)
-                    size += len(chunk.data)
-                    await asyncio.to_thread(receiving.write, chunk.data)
-                if receiving is None:
-                    raise ProblemError(422, "the upload has no chunk", errors=[("sha256", "is missing")])
-                await asyncio.to_thread(receiving.finish)
-            except BaseException:
-                if receiving is not None:
-                    receiving.abort()
-                raise
-            await asyncio.to_thread(self._service.access.note, caller.name, "upload", digest, bytes=size)
-            return jobs_pb2.Uploaded(sha256=digest, bytes=size)
+            wait_s = self._service.config.body_wait_s
+            first = await _next(request_iterator, wait_s)
+            if first is None:
+                raise ProblemError(422, "the upload has no chunk", errors=[("sha256", "is missing")])
+            check_texts(first)
 
-    def _document(self, text: str) -> dict[str, Any]:
-        if len(text.encode()) > self._service.config.max_body:
+            async def pieces() -> AsyncIterator[bytes]:
+                chunk = first
+                while chunk is not None:
+                    yield chunk.data
+                    chunk = await _next(request_iterator, wait_s)
+
+            size, _ = await keep_upload(self._service, caller, first.project or None, first.sha256, pieces())
+            return jobs_pb2.Uploaded(sha256=first.sha256, bytes=size)
+
+    @call(Scope.READ)
+    def ListUploads(self, caller: Caller, request: Any) -> Any:
+        """Files of a project, the newest first."""
+        limit = limit_of(request.limit, otherwise=1000, most=10_000)
+        found = routes_events.list_uploads(self._service, caller, project=request.project or None, limit=limit)
+        return jobs_pb2.ListUploadsResponse(
+            uploads=[jobs_pb2.UploadInfo(**one.model_dump()) for one in found.uploads],
+            bytes=found.bytes,
+            most_bytes=found.most_bytes,
+        )
+
+    @call(Scope.SUBMIT)
+    def DeleteUpload(self, caller: Caller, request: Any) -> Any:
+        """Removes a file; jobs that were submitted with it keep theirs."""
+        routes_events.delete_upload(self._service, caller, request.sha256, project=request.project or None)
+        return jobs_pb2.Deleted()
+
+    async def _document(self, text: str) -> dict[str, Any]:
+        data = text.encode()
+        if len(data) > self._service.config.max_body:
             raise ProblemError(413, f"the job is larger than {self._service.config.max_body} bytes")
-        return read_document(text.encode(), is_json=False)
+        return await asyncio.to_thread(read_document, data, is_json=False)
+
+
+async def _next(chunks: AsyncIterator[Any], wait_s: float) -> Any:
+    """The next chunk; None: there is none any more.
+
+    Raises:
+        ProblemError: none came for so many seconds.
+    """
+    try:
+        async with asyncio.timeout(wait_s):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise ProblemError(408, f"no more of the upload came for {wait_s:.0f} s") from None
 
 
 def _state(name: str) -> JobState:

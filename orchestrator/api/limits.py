@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 from starlette.datastructures import Headers
@@ -46,7 +47,7 @@ class Limits:
             return
         self._open += 1
         try:
-            await self._app(scope, _Counted(receive, limit), _secured(send))
+            await self._app(scope, _Counted(receive, limit, self._config.body_wait_s), _secured(send))
         finally:
             self._open -= 1
 
@@ -54,7 +55,7 @@ class Limits:
         self, scope: Scope, headers: Headers, path: str, limit: int
     ) -> tuple[int, str, dict[str, str] | None] | None:
         length = headers.get("content-length", "0")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
             return 400, "Content-Length is no number", None
         if int(length) > limit:
             return 413, f"the body has {length} bytes and may have {limit}", None
@@ -78,17 +79,25 @@ class Limits:
 
 
 class _Counted:
-    """Receives no more than so many bytes; the length that was announced may be absent or wrong."""
+    """Receives no more than so many bytes, and waits no longer than so for the next ones; the length that was announced
+    may be absent or wrong, and who announced it may have gone to sleep."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, limit: int, wait_s: float) -> None:
         self._receive = receive
         self._limit = self._left = limit
+        self._wait_s: float | None = wait_s
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                message = await self._receive()
+        except TimeoutError:
+            # FastAPI passes on this type alone from within the reading of a body.
+            raise HTTPException(408, f"no more of the body came for {self._wait_s:.0f} s") from None
+        if not message.get("more_body"):
+            self._wait_s = None  # whoever asks further waits for the end of the connection
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            # FastAPI passes on this type alone from within the reading of a body.
             raise HTTPException(413, f"the body is larger than {self._limit} bytes")
         return message
 

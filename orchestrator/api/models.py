@@ -220,6 +220,20 @@ class Upload(BaseModel):
     bytes: int
 
 
+class UploadInfo(Upload):
+    """A file that is there."""
+
+    time: float = Field(description="When it came.")
+
+
+class UploadList(BaseModel):
+    """Files of a project."""
+
+    bytes: int = Field(description="Of all of them together.")
+    most_bytes: int = Field(description="That a project may have.")
+    uploads: list[UploadInfo]
+
+
 class NewToken(Body):
     """A token to be made."""
 

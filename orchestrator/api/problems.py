@@ -29,8 +29,10 @@ from orchestrator.store.jobs import IdempotencyError, QuotaError, UnknownJobErro
 
 _log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
+#: Characters of a detail, of a message and of a field's name, and most fields: what was sent comes back in part only.
+_DETAIL, _MESSAGE, _NAME, _FIELDS = 4000, 1000, 200, 100
 #: Statuses that any request may be answered with.
-_ALWAYS = (400, 401, 403, 413, 422, 429, 500, 503)
+_ALWAYS = (400, 401, 403, 408, 413, 422, 429, 500, 503)
 
 
 class FieldProblem(BaseModel):
@@ -104,14 +106,23 @@ def respond(
         type=f"urn:nightshift:problem:{kind or title.lower().replace(' ', '-')}",
         title=title,
         status=status,
-        detail=detail,
-        instance=request_path,
+        detail=_cut(detail, _DETAIL),
+        instance=_cut(request_path, _NAME),
         role=role,
-        errors=[FieldProblem(field=field, message=message) for field, message in fields or []],
+        errors=[
+            FieldProblem(field=_cut(field, _NAME), message=_cut(message, _MESSAGE))
+            for field, message in (fields or [])[:_FIELDS]
+        ],
         state=state,
     )
     content = problem.model_dump(exclude_none=True)
     return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _cut(text: str, most: int) -> str:
+    # Half a pair of UTF-16, which JSON can spell and UTF-8 cannot, would else end the answer itself.
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return text.encode(errors="replace").decode()
 
 
 def status_of(error: NightshiftError) -> tuple[int, str]:

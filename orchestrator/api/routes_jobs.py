@@ -48,11 +48,13 @@ JOB_BODY: dict[str, Any] = {
 }
 
 
-def _parse(request: Request, body: bytes) -> dict[str, Any]:
+async def _parse(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind not in ("application/json", *_YAML):
         raise ProblemError(415, f"the body is {kind!r}, but must be application/json or application/yaml")
-    return read_document(body, is_json=kind == "application/json")
+    body = await request.body()
+    # In a thread: a mebibyte of YAML takes a second, for which nobody else would be answered.
+    return await run_in_threadpool(read_document, body, is_json=kind == "application/json")
 
 
 @router.post(
@@ -76,8 +78,7 @@ async def submit(
     traceparent: Annotated[str | None, Header(max_length=200, description="W3C trace context of the caller.")] = None,
 ) -> JobDetail:
     """Queues a job."""
-    body = await request.body()
-    document = _parse(request, body)
+    document = await _parse(request)
     record, created = await run_in_threadpool(
         submit_document,
         service,
@@ -231,13 +232,13 @@ def cancel(service: ServiceDep, caller: Submitter, job_id: JobId) -> Job:
 @router.post("/plan", response_model=dict[str, Any], responses=errors(404, 415), openapi_extra=JOB_BODY)
 async def plan(request: Request, service: ServiceDep, caller: Submitter) -> dict[str, Any]:
     """Checks a job as a submission would, and estimates its memory. Nothing is started."""
-    document = _parse(request, await request.body())
+    document = await _parse(request)
     return await make_plan(service, caller, document)
 
 
 async def make_plan(service: Service, caller: Caller, document: dict[str, Any]) -> dict[str, Any]:
     """Checks a job, and estimates what it needs."""
-    spec = validate(document)
+    spec = await run_in_threadpool(validate, document)
     check_code(spec, caller.may(Scope.CODE))
     with tempfile.TemporaryDirectory(prefix="plan-", dir=service.config.data_dir) as folder:
         runs = Path(folder) / "runs"

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from orchestrator.api.config import ServiceConfig
 from orchestrator.api.ledgers import Ledgers
@@ -46,6 +47,7 @@ class Service:
         self.jobs = JobStore(self.engine, clock)
         self.access = AccessStore(self.engine, clock)
         self.uploads = Uploads(config.data_dir / "uploads", config.max_upload, config.max_project_uploads)
+        self.uploads.sweep()
         self.fleets = FleetStore(self.engine, clock)
         self.pulse = Pulse()
         self.policy = Policy(config.allowed, config.weight_store)
@@ -99,11 +101,13 @@ class Caller:
 
     Attributes:
         project: the one that the caller belongs to; None: all.
+        token_id: of the token; empty where none is needed.
     """
 
     name: str
     project: str | None
     scopes: frozenset[Scope]
+    token_id: str = ""
 
     def may(self, scope: Scope) -> bool:
         """Whether the caller has a scope, itself or by another one that holds it."""
@@ -158,7 +162,15 @@ def caller_from(service: Service, text: str | None) -> Caller:
             "the token is unknown, expired or revoked",
             headers={"WWW-Authenticate": 'Bearer error="invalid_token"'},
         )
-    return Caller(token.name, token.project, token.scopes)
+    return Caller(token.name, token.project, token.scopes, token.id)
+
+
+def still_may(service: Service, caller: Caller) -> bool:
+    """Whether a caller's token is still good, for answers that go on for long."""
+    try:
+        return not caller.token_id or service.access.is_good(caller.token_id)
+    except SQLAlchemyError:  # away: it was good, and what is being told goes on
+        return True
 
 
 def check_scope(caller: Caller, scope: Scope) -> Caller:

@@ -47,8 +47,18 @@ def boundary(path: Path, offset: int) -> int:
         return 0
 
 
+class NoLongerError(Exception):
+    """Who follows a stream may no longer: its token has expired or was revoked."""
+
+
 async def events(
-    path: Path, offset: int, kinds: frozenset[str], ended: Callable[[], bool], *, follow: bool
+    path: Path,
+    offset: int,
+    kinds: frozenset[str],
+    ended: Callable[[], bool],
+    *,
+    follow: bool,
+    may: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[ServerSentEvent]:
     """Events from ``offset`` on, and as they are written until the job has ended.
 
@@ -56,11 +66,19 @@ async def events(
         kinds: only these kinds; empty: all.
         ended: whether no event comes any more; asked in a thread.
         follow: False ends the stream with what is there now.
+        may: whether the caller may still see them; asked in a thread, once a second however much there is to tell.
+
+    Raises:
+        NoLongerError: the caller may not.
     """
     loop = asyncio.get_running_loop()
-    asked = -_ASK_S
+    asked, checked = -_ASK_S, loop.time()
     over = not follow
     while True:
+        if loop.time() - checked >= _ASK_S:
+            checked = loop.time()
+            if not await asyncio.to_thread(may):
+                raise NoLongerError
         behind, chosen = await asyncio.to_thread(_read_events, path, offset, kinds)
         for place, kind, line in chosen:
             yield ServerSentEvent(line, event=kind, id=str(place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,11 +12,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
+from nightshift.config.plain import fault_of_numbers
 from orchestrator.api.problems import ProblemError
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses query parameters it does not have, and repeated keys and non-finite numbers in its body."""
+    """A route that refuses query parameters it does not have, texts that are none, and a body with repeated keys or odd
+    numbers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The route's handler behind these checks."""
@@ -24,9 +29,10 @@ class StrictRoute(APIRoute):
         reads_json = self.body_field is not None
 
         async def strict(request: Request) -> Response:
-            for name in request.query_params:
+            for name, value in request.query_params.multi_items():
                 if name not in known:
                     raise _unknown(name, known)
+                check_text(name, value)
             if reads_json:
                 check_json(await request.body())
             return await handler(request)
@@ -43,12 +49,40 @@ def check_json(body: bytes) -> None:
     """Checks what a parser would pass over in silence. A body that is no JSON is left to whoever reads it.
 
     Raises:
-        ProblemError: a key stands twice in one map, or a number is not finite.
+        ProblemError: a key stands twice in one map, or a number is not finite or larger than JSON carries exactly.
     """
     try:
-        json.loads(body, object_pairs_hook=_no_twice, parse_constant=_not_finite)
+        found = json.loads(body, object_pairs_hook=_no_twice, parse_constant=_not_finite)
+        if number := fault_of_numbers(found):
+            path, text = number
+            detail = f"{path!r} {text}" if path else f"the body {text}"
+            raise ProblemError(422, detail, kind="bad-document", errors=[number])
+        _check_texts(found, "")
     except (ValueError, RecursionError):
         return
+
+
+def check_text(name: str, text: str) -> None:
+    """Checks that a text is one: databases take no null character, and UTF-8 has no half pairs of UTF-16.
+
+    Raises:
+        ProblemError: it is none.
+    """
+    wrong = "a null character" if "\0" in text else "half a surrogate pair" if _HALF.search(text) else ""
+    if wrong:
+        raise ProblemError(422, f"{name!r} holds {wrong}", kind="bad-parameter", errors=[(name, f"holds {wrong}")])
+
+
+def _check_texts(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_text(path or "the body", key)
+            _check_texts(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            _check_texts(item, f"{path}[{at}]")
+    elif isinstance(value, str):
+        check_text(path or "the body", value)
 
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

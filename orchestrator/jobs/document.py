@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from nightshift.config.plain import MOST_NODES, MOST_TEXT, fault_of_node, fault_of_numbers
 from nightshift.wire.errors import BadInputError
 
-_MAX_NODES, _MAX_DEPTH = 20_000, 12
+_MAX_DEPTH = 12
+_TEXT_TAG = "tag:yaml.org,2002:str"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.\[\]]*)\}")
 
 
@@ -51,7 +53,12 @@ def read_document(data: bytes, *, is_json: bool) -> dict[str, Any]:
     for path, found in _texts(value, ""):
         if "\0" in found:
             raise DocumentError(f"{path!r} holds a null character", problems=[(path, "must not hold null characters")])
-    return resolve_references(value)
+    if fault := fault_of_numbers(value):
+        raise DocumentError(f"{fault[0]!r} {fault[1]}", problems=[fault])
+    resolved = resolve_references(value)
+    if sum(len(found) for _, found in _texts(resolved, "")) > MOST_TEXT:
+        raise DocumentError("the references (${…}) of the body stand for more text than a job can hold")
+    return resolved
 
 
 def resolve_references(document: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +98,10 @@ def _lookup(document: dict[str, Any], path: str) -> Any:
     for part in path.replace("[", ".").replace("]", "").split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
-        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+        elif isinstance(value, list) and part.isdecimal() and len(part) < 10 and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise DocumentError(f"${{{path}}} refers to nothing: there is no {part!r}")
+            raise DocumentError(f"${{{path[:80]}}} refers to nothing: there is no {part[:80]!r}")
     return value
 
 
@@ -126,9 +133,11 @@ def _read_yaml(text: str) -> Any:
             if tag is not None:
                 raise DocumentError(f"{_line(event)}: tags ({tag}) are not allowed in a submission")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if nodes > _MAX_NODES or depth > _MAX_DEPTH:
+            if nodes > MOST_NODES or depth > _MAX_DEPTH:
                 raise DocumentError(f"{_line(event)}: the body is larger or nested deeper than a job can be")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if fault := fault_of_node(node):
+            raise DocumentError(fault)
         _check_keys(node)
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -148,7 +157,7 @@ def _check_keys(node: yaml.Node | None) -> None:
         seen: set[str] = set()
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT_TAG:
                 raise DocumentError(f"line {line}: a key must be a name")
             if key.value in seen:
                 raise DocumentError(
@@ -171,7 +180,7 @@ def _check_size(value: Any) -> None:
             for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
         ]
         nodes += len(level)
-        if nodes > _MAX_NODES:
+        if nodes > MOST_NODES:
             break
         if not level:
             return

@@ -105,6 +105,12 @@ class AccessStore:
             return None
         return _token(row)
 
+    def is_good(self, token_id: str) -> bool:
+        """Whether a token that was checked before is still neither expired nor revoked."""
+        with self._engine.begin() as connection:
+            row = connection.execute(select(tokens.c.revoked, tokens.c.expires).where(tokens.c.id == token_id)).first()
+        return row is not None and not row.revoked and (row.expires is None or row.expires > self._clock())
+
     def tokens(self) -> list[Token]:
         """All tokens, also revoked ones, oldest first."""
         with self._engine.begin() as connection:

@@ -17,6 +17,8 @@ from orchestrator.jobs.states import ACTIVE, ENDED, WAITING, JobState, Status, W
 from orchestrator.store.schema import jobs, projects
 
 _TRIES = 50
+#: What a column of 32 bits holds.
+_MOST_STEPS = 2**31 - 1
 
 
 class UnknownJobError(NightshiftError):
@@ -292,7 +294,7 @@ class JobStore:
             connection.execute(
                 update(jobs)
                 .where(jobs.c.id == job_id, jobs.c.lease_token == token)
-                .values(step=step, steps=steps, updated=self._clock())
+                .values(step=min(step, _MOST_STEPS), steps=min(steps, _MOST_STEPS), updated=self._clock())
             )
 
     def delete(self, job_id: str, project: str | None = None) -> JobRecord:

@@ -69,8 +69,22 @@ async def test_a_job_by_grpc_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked = jobs_pb2.RolloutsRequest(id=made.id, step=2, sort="-reward", limit=1)
         rollouts = await stub.Rollouts(asked, metadata=admin)
         assert (rollouts.total, rollouts.rollouts[0]["response"]) == (4, "answer 3")
-        trace = jobs_pb2.TraceRequest(trace_id=rollouts.rollouts[0]["trace_id"])
-        assert (await stub.Trace(trace, metadata=admin))["job"] == made.id
+        trace_id = rollouts.rollouts[0]["trace_id"]
+        for job_id in ("", made.id):
+            trace = jobs_pb2.TraceRequest(trace_id=trace_id, job=job_id)
+            assert (await stub.Trace(trace, metadata=admin))["job"] == made.id
+        narrow = {"group_id": rollouts.rollouts[0]["group_id"], "trace_id": trace_id}
+        for one, total in ((narrow, 4), ({**narrow, "finish_reason": "nosuch"}, 0), ({"trace_id": "f" * 32}, 0)):
+            found = await stub.Rollouts(jobs_pb2.RolloutsRequest(id=made.id, **one), metadata=admin)
+            assert found.total == total, one
+        asked = jobs_pb2.MetricsRequest(id=made.id, names=["reward/mean"], after=1, before=2)
+        assert [point.step for point in (await stub.Metrics(asked, metadata=admin)).points] == [2]
+        uploads = await stub.ListUploads(jobs_pb2.ListUploadsRequest(), metadata=admin)
+        assert {one.sha256 for one in uploads.uploads} == {digest(REWARD), digest(ROWS)}
+        assert uploads.bytes == len(REWARD) + len(ROWS)
+        await stub.DeleteUpload(jobs_pb2.UploadRef(sha256=digest(ROWS)), metadata=admin)
+        missing = stub.DeleteUpload(jobs_pb2.UploadRef(sha256=digest(ROWS)), metadata=admin)
+        assert (await refused(missing))[0] is grpc.StatusCode.NOT_FOUND
         (checkpoint,) = (await stub.Checkpoints(ref, metadata=admin)).checkpoints
         stream = stub.Download(jobs_pb2.DownloadRequest(id=made.id, step=checkpoint.step), metadata=admin)
         archive = b"".join([chunk.data async for chunk in stream])

@@ -143,6 +143,8 @@ CALLS = {
     "get /v1/jobs/{job_id}/events": "Events",
     "put /v1/uploads/{sha256}": "Upload",
     "get /v1/uploads/{sha256}": "Upload",  # asks whether one is there; sending it again is harmless
+    "get /v1/uploads": "ListUploads",
+    "delete /v1/uploads/{sha256}": "DeleteUpload",
     "get /v1/fleets": "FleetService.List",
     "get /v1/fleets/{name}": "FleetService.Get",
     "put /v1/fleets/{name}": "FleetService.Put",

@@ -142,14 +142,20 @@ class Event(_message.Message):
     def __init__(self, id: _Optional[int] = ..., kind: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
 
 class MetricsRequest(_message.Message):
-    __slots__ = ("id", "names", "kind")
+    __slots__ = ("id", "names", "kind", "after", "before", "most")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
     id: str
     names: _containers.RepeatedScalarFieldContainer[str]
     kind: str
-    def __init__(self, id: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ...) -> None: ...
+    after: int
+    before: int
+    most: int
+    def __init__(self, id: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., after: _Optional[int] = ..., before: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
 
 class MetricsPoint(_message.Message):
     __slots__ = ("step", "kind", "time", "metrics")
@@ -177,7 +183,7 @@ class MetricsResponse(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[MetricsPoint, _Mapping]]] = ...) -> None: ...
 
 class RolloutsRequest(_message.Message):
-    __slots__ = ("id", "step", "sort", "offset", "limit", "min_reward", "max_reward")
+    __slots__ = ("id", "step", "sort", "offset", "limit", "min_reward", "max_reward", "group_id", "trace_id", "finish_reason")
     ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SORT_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +191,9 @@ class RolloutsRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     MIN_REWARD_FIELD_NUMBER: _ClassVar[int]
     MAX_REWARD_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     id: str
     step: int
     sort: str
@@ -192,7 +201,10 @@ class RolloutsRequest(_message.Message):
     limit: int
     min_reward: float
     max_reward: float
-    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., sort: _Optional[str] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., min_reward: _Optional[float] = ..., max_reward: _Optional[float] = ...) -> None: ...
+    group_id: str
+    trace_id: str
+    finish_reason: str
+    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., sort: _Optional[str] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., min_reward: _Optional[float] = ..., max_reward: _Optional[float] = ..., group_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class RolloutsResponse(_message.Message):
     __slots__ = ("total", "rollouts")
@@ -271,10 +283,12 @@ class LogsResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("trace_id",)
+    __slots__ = ("trace_id", "job")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
-    def __init__(self, trace_id: _Optional[str] = ...) -> None: ...
+    job: str
+    def __init__(self, trace_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
 
 class UploadChunk(_message.Message):
     __slots__ = ("sha256", "project", "data")
@@ -293,3 +307,39 @@ class Uploaded(_message.Message):
     sha256: str
     bytes: int
     def __init__(self, sha256: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ListUploadsRequest(_message.Message):
+    __slots__ = ("project", "limit")
+    PROJECT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    project: str
+    limit: int
+    def __init__(self, project: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class UploadInfo(_message.Message):
+    __slots__ = ("sha256", "bytes", "time")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    bytes: int
+    time: float
+    def __init__(self, sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., time: _Optional[float] = ...) -> None: ...
+
+class ListUploadsResponse(_message.Message):
+    __slots__ = ("uploads", "bytes", "most_bytes")
+    UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    uploads: _containers.RepeatedCompositeFieldContainer[UploadInfo]
+    bytes: int
+    most_bytes: int
+    def __init__(self, uploads: _Optional[_Iterable[_Union[UploadInfo, _Mapping]]] = ..., bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
+
+class UploadRef(_message.Message):
+    __slots__ = ("sha256", "project")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    PROJECT_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    project: str
+    def __init__(self, sha256: _Optional[str] = ..., project: _Optional[str] = ...) -> None: ...

@@ -144,6 +144,16 @@ class JobServiceStub(object):
                 request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadChunk.SerializeToString,
                 response_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.Uploaded.FromString,
                 _registered_method=True)
+        self.ListUploads = channel.unary_unary(
+                '/nightshift.wire.v1.JobService/ListUploads',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsRequest.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsResponse.FromString,
+                _registered_method=True)
+        self.DeleteUpload = channel.unary_unary(
+                '/nightshift.wire.v1.JobService/DeleteUpload',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadRef.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.Deleted.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -283,6 +293,20 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUploads(self, request, context):
+        """Files of a project, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteUpload(self, request, context):
+        """Jobs that were submitted with it keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -390,6 +414,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.Upload,
                     request_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadChunk.FromString,
                     response_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.Uploaded.SerializeToString,
+            ),
+            'ListUploads': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUploads,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsRequest.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsResponse.SerializeToString,
+            ),
+            'DeleteUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteUpload,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadRef.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_jobs__pb2.Deleted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -963,6 +997,60 @@ class JobService(object):
             '/nightshift.wire.v1.JobService/Upload',
             nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadChunk.SerializeToString,
             nightshift_dot_wire_dot_v1_dot_jobs__pb2.Uploaded.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUploads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.JobService/ListUploads',
+            nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsRequest.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_jobs__pb2.ListUploadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.JobService/DeleteUpload',
+            nightshift_dot_wire_dot_v1_dot_jobs__pb2.UploadRef.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_jobs__pb2.Deleted.FromString,
             options,
             channel_credentials,
             insecure,
