@@ -67,12 +67,16 @@ def _ask(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
+_VERDICTS = {True: "the same weights", False: "OTHER WEIGHTS", None: "no digest recorded"}
+
+
 def _print(found: dict[str, Any], step: int) -> None:
     begun = f"the checkpoint of step {found['begun_at']}" if found["begun_at"] else "the model's own weights"
-    print(f"from {begun}")
+    print(f"from {begun}, on {_ranks(found['ranks'])}")
     for made in found["steps"]:
-        verdict = {True: "the same weights", False: "OTHER WEIGHTS", None: "no digest recorded"}[made["same"]]
-        print(f"  step {made['step']}: {verdict} ({made['replayed'][:16]})")
+        print(f"  step {made['step']}: {_VERDICTS[made['same']]} ({made['replayed'][:16]})")
+        if (critic := made["critic"]) is not None:
+            print(f"    critic: {_VERDICTS[critic['same']]} ({critic['replayed'][:16]})")
         if made["note"]:
             print(f"    advantages were not computed again: {made['note']}")
         elif made["advantage_difference"]:
@@ -80,7 +84,20 @@ def _print(found: dict[str, Any], step: int) -> None:
                 "    the stored advantages DIFFER from those of the stored rewards, by up to "
                 f"{made['advantage_difference']:.3g}"
             )
+    if found["critic_note"]:
+        print(f"the critic's steps were not made again: {found['critic_note']}")
     if found["weight_difference"] is None:
         print(f"there is no checkpoint of step {step} to compare weights with")
     else:
         print(f"largest difference from the checkpoint of step {step}: {found['weight_difference']:.3g}")
+    if found["critic_weight_difference"] is not None:
+        print(
+            f"largest difference of the critic, on {_ranks(found['critic_ranks'])}: "
+            f"{found['critic_weight_difference']:.3g}"
+        )
+    if found["inexact"]:
+        print(f"a difference need not mean that anything is wrong: {found['inexact']}")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

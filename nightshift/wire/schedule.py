@@ -7,7 +7,7 @@ can be made again from the stored rollouts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,8 @@ class StepRecord:
         stepped: whether there was anything to learn from.
         digest: BLAKE3 of the published weights, hex; empty where they never left the device.
         time: unix seconds.
+        critic: of the critic's own step: ``learning_rate``, ``loss``, ``left_out`` and ``digest`` as above; empty where
+            the run has no critic, or was made before this was noted.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepRecord:
     stepped: bool
     digest: str
     time: float
+    critic: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -59,9 +62,10 @@ class StepRecord:
             BadInputError: a field is missing.
         """
         try:
-            return cls(**{item.name: values[item.name] for item in fields(cls)})
+            needed = {item.name: values[item.name] for item in fields(cls) if item.default_factory is MISSING}
         except KeyError as error:
             raise BadInputError(f"a line of {SCHEDULE} has no field {error.args[0]!r}", role="job") from error
+        return cls(**needed, critic=dict(values.get("critic") or {}))
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON holds it; its lists and maps are the record's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ class Critic:
         self._trainer = trainer
         self._scorer = scorer
         self.tensors: list[dict[str, Any]] = []  # of the last update, where they were asked for
+        #: What the schedule says of the last update: see :class:`nightshift.wire.schedule.StepRecord`.
+        self.made: dict[str, Any] = {}
+        self._digest = ""  # of the weights that were published last
 
     @property
     def learning_rate(self) -> float:
@@ -82,6 +85,7 @@ class Critic:
         """Brings the trainer's weights to the deployment, which takes them with its next call; returns seconds."""
         publication = await self._trainer.publish(version, [], traceparent)
         self._scorer.weights = codec.pack(publication.update_info)
+        self._digest = publication.digest
         return publication.seconds
 
     async def update(
@@ -124,6 +128,7 @@ class Critic:
         metrics["timing/update_critic"] = updated.seconds
         metrics["memory/critic_peak_bytes"] = float(updated.peak_memory_bytes)
         metrics["timing/publish_critic"] = await self.publish(new, traceparent)
+        self.made = {"learning_rate": rate, "loss": asdict(spec), "digest": self._digest}
         return metrics
 
 

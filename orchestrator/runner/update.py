@@ -42,6 +42,7 @@ class StepUpdate:
         report: what the advantage stage counted; None before the first part.
         advantage_seconds: what it took.
         loss: what the last part carried, the totals included; None before.
+        critic_made: what the schedule says of the critic's step; empty before it, and without a critic.
 
     Args:
         step: number of the step, from 1.
@@ -74,6 +75,7 @@ class StepUpdate:
         self.report: AdvantageReport | None = None
         self.advantage_seconds = 0.0
         self.loss: LossSpec | None = None
+        self.critic_made: dict[str, Any] = {}
         self._spec = spec
         self._trainer = trainer
         self._events = events
@@ -118,6 +120,7 @@ class StepUpdate:
             ),
         ]
         updated, metrics = await together(steps)
+        self.critic_made = dict(self._critic.made)
         if self._critic.tensors:
             told = tensors_inside(self._critic.tensors)
             self._events.append("tensors", step=self.step, part=len(self.parts) - 1, tensors=told)
@@ -207,7 +210,9 @@ def step_record(spec: JobSpec, update: StepUpdate, stepped: bool, digest: str) -
         digest: of the weights that were published after it.
     """
     bounds = itertools.pairwise([0, *itertools.accumulate(update.parts)])
-    sent = set() if update.warming_up else {sample.sample_id for sample in trainable(update.samples)}
+    usable = {sample.sample_id for sample in trainable(update.samples)}
+    sent = set() if update.warming_up else usable
+    unusable = [sample.sample_id for sample in update.samples if sample.sample_id not in usable]
     return StepRecord(
         step=update.step,
         expect=update.expect,
@@ -222,6 +227,7 @@ def step_record(spec: JobSpec, update: StepUpdate, stepped: bool, digest: str) -
         stepped=stepped,
         digest=digest,
         time=time.time(),
+        critic=update.critic_made | {"left_out": unusable} if update.critic_made else {},
     )
 
 

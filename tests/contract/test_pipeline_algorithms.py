@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from nightshift.wire import codec
+from nightshift.wire.experience import LossSpec
+from nightshift.wire.schedule import read_schedule
 from nightshift.wire.v1 import trainer_pb2
 from tests.fakes import policy
 from tests.fakes.audit import balance
@@ -133,6 +135,17 @@ async def test_the_critic_learns_from_each_batch_and_its_weights_are_named_to_it
             assert row["peak_memory_bytes"] == 1 << 20
             assert row["prompt_tokens"] > 0
             assert row["response_tokens"] == len(row["response_ids"])
+        # What its update is made again from.
+        stored = {row["sample_id"]: row for row in run.rollouts()}
+        schedule = read_schedule(run.run_dir)
+        for update in run.critic.updates:
+            made = schedule[update.step].critic
+            assert (made["learning_rate"], LossSpec(**made["loss"])) == (update.learning_rate, update.loss)
+            assert (made["left_out"], bool(made["digest"])) == ([], True)
+            for sample in update.samples:
+                row = stored[sample.sample_id]
+                assert (row["values"], row["bootstrap_value"]) == (sample.values.tolist(), sample.bootstrap_value)
+                assert row["returns"] == sample.returns.tolist()
         named = [weights["path"] for weights in run.scorers.weights]  # type: ignore[attr-defined]
         assert len(set(named)) > 1
         metrics = run.metrics()
@@ -160,6 +173,9 @@ async def test_vtrace_compares_with_the_trained_policy_and_warm_up_leaves_it_alo
         assert await run.run() == 0, run.error()
         assert [update.stepped for update in run.updates][:2] == [False, True]
         assert len(run.critic.updates) == len(run.updates)
+        first = read_schedule(run.run_dir)[1]
+        assert len(first.left_out) == len(run.critic.updates[0].samples)  # of the policy's update alone
+        assert first.critic["left_out"] == []
         assert not any("nothing to learn" in text for text in run.warnings())
 
 

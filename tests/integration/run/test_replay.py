@@ -40,6 +40,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
+@pytest.fixture(scope="module")
+def with_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Policy and critic on two ranks each, and a first step that trains the critic alone."""
+    folder = tmp_path_factory.mktemp("two")
+    job = write_job(
+        folder,
+        build_tiny_model(folder / "model"),
+        pipeline={"max_staleness": 1, "deterministic": False, "role_timeout_s": 240},
+        algorithm={"estimator": "gae", "kl_coef": 0.0, "bootstrap_truncated": True},
+        scorers={"critic": {"learning_rate": 1e-2, "warmup_steps": 1, "ranks": 2}},
+        trainer={"total_steps": STEPS, "save_freq": 2, "micro_batch_size": 2, "ranks": 2},
+    )
+    done = run(job)
+    assert done.code == 0, done.output
+    return done
+
+
 def replay(run_dir: Path, step: int, *more: str) -> tuple[int, Any, str]:
     command = [sys.executable, "-m", "nightshift.cli.main", "replay", str(run_dir), "--step", str(step), *more]
     done = subprocess.run(
@@ -132,3 +149,36 @@ def test_what_cannot_be_replayed_is_one_sentence(finished: Finished, tmp_path: P
     (copy / SCHEDULE).unlink()
     code, _, output = replay(copy, 3)
     assert (code, "it has made no step" in output) == (2, True)
+
+
+def test_two_ranks_and_the_critic_are_made_again_to_the_bit(with_two_ranks: Finished, tmp_path: Path) -> None:
+    """From the model's own weights, the critic's head at 0, past a checkpoint to the last step."""
+    copy = tampered(with_two_ranks, tmp_path, 1, lambda rows: None)
+    for role in ("trainer", "critic"):
+        shutil.rmtree(copy / "checkpoints" / role / "global_step_2")
+    code, found, output = replay(copy, STEPS, "--json")
+    assert code == 0, output
+    assert (found["begun_at"], found["ranks"], found["critic_ranks"]) == (0, 2, 2)
+    schedule = read_schedule(with_two_ranks.folder)
+    assert [schedule[step].stepped for step in sorted(schedule)] == [False, True, True, True]
+    for step in found["steps"]:
+        record = schedule[step["step"]]
+        assert step["replayed"] == step["recorded"] == record.digest
+        assert step["critic"]["replayed"] == step["critic"]["recorded"] == record.critic["digest"]
+        assert (step["advantage_difference"], step["note"]) == (0, "")
+    assert len({step["critic"]["replayed"] for step in found["steps"]}) == STEPS
+    assert (found["weight_difference"], found["critic_weight_difference"]) == (0.0, 0.0)
+
+
+def test_what_the_critic_was_not_trained_on_is_found(with_two_ranks: Finished, tmp_path: Path) -> None:
+    """From the checkpoint of step 2, whose resume state each rank of both has a part of."""
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[0]["returns"] = [value + 1.0 for value in rows[0]["returns"]]
+
+    code, found, output = replay(tampered(with_two_ranks, tmp_path, 3, change), 3, "--json")
+    assert code == 1, output
+    assert found["begun_at"] == 2
+    (step,) = found["steps"]
+    assert (step["same"], step["critic"]["same"]) == (True, False)
+    assert step["advantage_difference"] == pytest.approx(1.0)

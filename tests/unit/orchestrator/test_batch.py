@@ -113,3 +113,4 @@ def test_stored_rows_lead_from_the_row_to_the_version() -> None:
     assert row["prompt_text"] == "user: hi"
     assert row["response_ids"].tolist() == sample.response_ids.tolist()
     assert row["advantages"] is None
+    assert (row["values"], row["bootstrap_value"], row["returns"]) == (None, None, None)

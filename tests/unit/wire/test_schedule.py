@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         append_step(tmp_path, record(step))
     assert read_schedule(tmp_path) == {step: record(step) for step in (1, 2, 3)}
+
+
+def test_the_critic_s_own_step_is_kept_and_older_lines_have_none(tmp_path: Path) -> None:
+    made = {"learning_rate": 1e-3, "loss": {"policy_loss": "value"}, "left_out": ["g0000002.1"], "digest": "cd" * 32}
+    append_step(tmp_path, replace(record(1), critic=made))
+    older = record(2).to_dict()
+    del older["critic"]
+    with (tmp_path / SCHEDULE).open("a") as file:
+        file.write(json.dumps(older) + "\n")
+    assert [read_schedule(tmp_path)[step].critic for step in (1, 2)] == [made, {}]
 
 
 def test_half_a_line_hides_no_other(tmp_path: Path) -> None:
