@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+#: Key of a manifest: the clock asked for this checkpoint. It is only there to go on from, until the next one is.
+BY_CLOCK = "by_clock"
 _STEP = re.compile(r"global_step_(\d+)")
 
 
@@ -21,6 +23,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path) -> None:
         self.root = run_dir / "checkpoints"
+        self._by_clock: dict[int, bool] = {}
 
     def state_dir(self, step: int) -> Path:
         """Resume state of a step."""
@@ -49,6 +52,7 @@ class Checkpoints:
 
     def keep_manifest(self, step: int, manifest: dict[str, Any]) -> None:
         """Keeps a copy of the manifest that outlives the checkpoint."""
+        self._by_clock[step] = bool(manifest.get(BY_CLOCK))
         folder = self.root / "manifests"
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{manifest['lineage']}-{step}.tmp"
@@ -56,15 +60,26 @@ class Checkpoints:
         part.replace(part.with_suffix(".json"))
 
     def rotate(self, keep: int | None) -> list[Path]:
-        """Removes all but the newest ``keep`` checkpoints; None keeps all. Returns the removed folders."""
+        """Removes all but the newest ``keep`` checkpoints; None keeps all. Returns the removed folders.
+
+        One that the clock asked for does not count, and goes as soon as there is a newer one.
+        """
         gone: list[Path] = []
-        for step in rotated(self.committed(), keep):
+        committed = self.committed()
+        clocked = [step for step in committed if self._asked_by_clock(step)]
+        old = rotated([step for step in committed if step not in clocked], keep)
+        for step in [*old, *(step for step in clocked if step != committed[-1])]:
             # A crash may have come between the commit and its copy.
             self.keep_manifest(step, self.manifest(step))
             for folder in (self.state_dir(step), self.export_dir(step), self.critic_dir(step)):
                 shutil.rmtree(folder, ignore_errors=True)
                 gone.append(folder)
         return gone
+
+    def _asked_by_clock(self, step: int) -> bool:
+        if step not in self._by_clock:
+            self._by_clock[step] = bool(self.manifest(step).get(BY_CLOCK))
+        return self._by_clock[step]
 
 
 def rotated(steps: list[int], keep: int | None) -> list[int]:

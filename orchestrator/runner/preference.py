@@ -18,8 +18,9 @@ from nightshift.wire.events import EventLog
 from nightshift.wire.experience import FINISH_STOP, LossSpec, Sample, VersionSpan
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.books import Books
-from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.checkpoints import BY_CLOCK, Checkpoints
 from orchestrator.runner.inputs import make_cursor, rows_per_epoch
+from orchestrator.runner.save_clock import SaveClock
 from orchestrator.runner.scorer import ScorerClient, require_ids
 from orchestrator.runner.services import Services, TrainerAddress, read_services
 from orchestrator.runner.start import Start
@@ -82,6 +83,8 @@ class PreferenceAttempt:
         self._closing: list[Any] = []
         self._stopping = self._running = False
         self._committed = start.step if start.manifest else None
+        self._export_owed = bool(start.manifest and start.manifest.get(BY_CLOCK))
+        self._save_clock = SaveClock(spec.trainer.save_minutes, time.monotonic())
 
     def stop(self) -> bool:
         """Asks for an end after the step in progress; False where no step can be in progress yet."""
@@ -144,6 +147,7 @@ class PreferenceAttempt:
         self._running = True
         if self._inputs.test and self.step not in self._tracking.logged("evaluation"):
             await self._evaluate(trainer, reference)
+        clock = self._save_clock = SaveClock(spec.trainer.save_minutes, time.monotonic())
         while self.step < total and not self._stopping:
             pairs = [self._inputs.train.pairs[cursor.next()[1]] for _ in range(spec.rollout.batch_size)]
             await self._make_step(pairs, trainer, reference)
@@ -152,6 +156,8 @@ class PreferenceAttempt:
                 await self._evaluate(trainer, reference)
             if spec.trainer.save_freq and self.step % spec.trainer.save_freq == 0:
                 await self._checkpoint(trainer, cursor)
+            elif self.step < total and clock.due(time.monotonic()):
+                await self._checkpoint(trainer, cursor, by_clock=True)
         await self._checkpoint(trainer, cursor)
         self._events.append(
             "summary",
@@ -244,8 +250,14 @@ class PreferenceAttempt:
         self._tracking.log(self.step, metrics, kind="evaluation")
         self._events.append("evaluation", step=self.step, policy_version=version, metrics=metrics)
 
-    async def _checkpoint(self, trainer: TrainerClient, cursor: Cursor) -> None:
+    async def _checkpoint(self, trainer: TrainerClient, cursor: Cursor, *, by_clock: bool = False) -> None:
+        began = time.monotonic()
+        export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export and not by_clock else ""
         if self._committed == self.step:
+            if self._export_owed and export:
+                await trainer.save({}, state_dir="", export_dir=export, traceparent="")
+                self._export_owed = False
+                self._events.append("checkpoint", step=self.step, path=export)
             return
         lineage = self._start.lineage
         manifest = {
@@ -259,14 +271,15 @@ class PreferenceAttempt:
             "cursor": cursor.state(),
             "job_trace_id": self._tracing.job_trace_id,
             "time": time.time(),
+            BY_CLOCK: by_clock,
         }
-        export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export else ""
         state = str(self._checkpoints.state_dir(self.step))
         span = self._tracing.job_span("checkpoint", step=self.step)
         with self._tracing.within(span) as traceparent:
             await trainer.save(manifest, state_dir=state, export_dir=export, traceparent=traceparent)
         self._checkpoints.keep_manifest(self.step, manifest)
-        self._committed = self.step
+        self._committed, self._export_owed = self.step, by_clock
+        self._save_clock.saved(began, time.monotonic())
         await trainer.forget(self._checkpoints.rotate(self._spec.checkpoint.keep))
         self._events.append("checkpoint", step=self.step, path=export or state)
 

@@ -23,13 +23,14 @@ from orchestrator.runner.admission import Admission
 from orchestrator.runner.batch import check_budget, rollout_rows
 from orchestrator.runner.books import Books
 from orchestrator.runner.busy import BusyClock
-from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.checkpoints import BY_CLOCK, Checkpoints
 from orchestrator.runner.commit import Consumed
 from orchestrator.runner.critic import Critic
 from orchestrator.runner.evaluate import Evaluator
 from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.group import Group
 from orchestrator.runner.rollouts import write_rollouts
+from orchestrator.runner.save_clock import SaveClock
 from orchestrator.runner.spool import Spool
 from orchestrator.runner.step_metrics import rate_metrics, stage_metrics, update_metrics
 from orchestrator.runner.tracing import Tracing
@@ -115,6 +116,8 @@ class Stepper:
         self._open: StepUpdate | None = None
         self._schedule: list[StepRecord] = []  # of the steps since the last commit
         self._committed = step if manifest else None
+        self._export_owed = bool(manifest and manifest.get(BY_CLOCK))  # by the checkpoint of this step
+        self._save_clock = SaveClock(spec.trainer.save_minutes, time.monotonic())
         #: Updates that had nothing to learn from: they hold no position of the learning rate.
         self._skipped = int(manifest.get("skipped", 0)) if manifest else 0
         self._metrics: dict[str, float] = dict(manifest.get("metrics") or {}) if manifest else {}
@@ -138,6 +141,7 @@ class Stepper:
         if self._test_due() and self.step not in self._tracking.logged("evaluation"):
             await self._evaluate()
         self.began = self._last_end = time.time()
+        self._save_clock = SaveClock(self._spec.trainer.save_minutes, time.monotonic())
 
     async def add_part(
         self,
@@ -245,6 +249,8 @@ class Stepper:
         self._metrics = metrics
         if self._save_due():
             await self.checkpoint()
+        elif self.step < self._total_steps and self._save_clock.due(time.monotonic()):
+            await self.checkpoint(by_clock=True)
         self.doing = "waiting for a batch"
         self._after = asyncio.create_task(self._after_update(publication, metrics, self._test_due()))
         self._after.add_done_callback(self._note_failure)
@@ -283,10 +289,18 @@ class Stepper:
                 pass
             await self.settle()
 
-    async def checkpoint(self) -> None:
-        """Writes a checkpoint of the weights as they are, with everything that a resumed run needs."""
+    async def checkpoint(self, *, by_clock: bool = False) -> None:
+        """Writes a checkpoint of the weights as they are, with everything that a resumed run needs.
+
+        Args:
+            by_clock: it is only there to go on from: there is no export, and the next checkpoint takes its place.
+        """
+        export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export and not by_clock else ""
         if self._committed == self.step:
+            if self._export_owed and export:
+                await self._export(export)
             return
+        began = time.monotonic()
         self.doing = f"saving step {self.step}"
         await self._books.flush()
         manifest = {
@@ -303,8 +317,8 @@ class Stepper:
             "metrics": {name: value for name, value in self._metrics.items() if math.isfinite(value)},
             "job_trace_id": self._tracing.job_trace_id,
             "time": time.time(),
+            BY_CLOCK: by_clock,
         }
-        export = str(self._checkpoints.export_dir(self.step)) if self._spec.checkpoint.export else ""
         span = self._tracing.job_span("checkpoint", step=self.step)
         with self._tracing.within(span) as traceparent:
             if self._critic is not None:
@@ -319,9 +333,17 @@ class Stepper:
         self._spool.remove(self._consumed.indices)
         self._consumed.clear()
         self._schedule = []
-        self._committed = self.step
+        self._committed, self._export_owed = self.step, by_clock
+        self._save_clock.saved(began, time.monotonic())
         await self._trainer.forget(self._checkpoints.rotate(self._spec.checkpoint.keep))
         self._events.append("checkpoint", step=self.step, path=export or str(self._checkpoints.state_dir(self.step)))
+
+    async def _export(self, folder: str) -> None:
+        """Writes the export that a checkpoint of the clock left out: the run ends with this step."""
+        with self._tracing.within(self._tracing.job_span("checkpoint", step=self.step)) as traceparent:
+            await self._trainer.save({}, state_dir="", export_dir=folder, traceparent=traceparent)
+        self._export_owed = False
+        self._events.append("checkpoint", step=self.step, path=folder)
 
     def _begin_update(self) -> StepUpdate:
         expect, new = self.lineage.version(self.step), self.lineage.version(self.step + 1)

@@ -66,7 +66,8 @@ class TrainerFiles:
         """
         if export_dir:
             await self._fetch_folder(Path(export_dir), None)
-        await self._fetch_folder(Path(state_dir), [MANIFEST])
+        if state_dir:
+            await self._fetch_folder(Path(state_dir), [MANIFEST])
 
     async def remove(self, folders: Sequence[Path]) -> None:
         """Removes folders of checkpoints there; harmless where they are gone already."""

@@ -155,7 +155,7 @@ async def _replay(run_dir: Path, spec: JobSpec, schedule: dict[int, StepRecord],
 
 
 def inexact(config: RankConfig) -> str:
-    """Why a step that is made again may have other bits, with the same ranks on the same machine; empty: it must not."""
+    """Why a step made again may have other bits, with the same ranks on the same machine; empty: it must not."""
     if config.device == "cuda" and not config.deterministic:
         return (
             "a GPU adds in no fixed order without pipeline.deterministic: weights may differ by rounding, which AdamW "

@@ -110,7 +110,5 @@ def advantage_difference(
         for name in ("advantages", "returns")
         for one, other in zip(stored, again, strict=True)
     ]
-    return max(
-        (float(np.abs(one - other).max()) for one, other in pairs if one is not None and other is not None and len(one)),
-        default=0.0,
-    )
+    both = [(one, other) for one, other in pairs if one is not None and other is not None and len(one)]
+    return max((float(np.abs(one - other).max()) for one, other in both), default=0.0)

@@ -77,6 +77,57 @@ async def test_a_trainer_that_dies_before_the_first_checkpoint_begins_again(tmp_
         assert balance(run) == {"issued": 12, "trained": 12}
 
 
+#: A checkpoint at each step that the bound on their share of the time leaves free.
+OFTEN = {"save_minutes": 1e-6}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_a_default_job_whose_trainer_dies_goes_on_from_the_checkpoint_of_the_clock(
+    tmp_path: Path, staleness: int
+) -> None:
+    """``trainer.save_freq`` is 0, as it is by default: the clock alone asks for checkpoints."""
+    settings = {"pipeline": {"max_staleness": staleness}, "trainer": OFTEN, "checkpoint": {"keep": None}}
+    async with FakeRun(tmp_path, prompts=24, token_s=0.002, **settings) as run:
+        assert run.spec.trainer.save_freq == 0
+        saved: list[int] = []
+
+        async def watch(job: Job) -> None:
+            await run.until(lambda: run.events("checkpoint"), "a checkpoint")
+            made = len(run.updates)
+            await run.until(lambda: len(run.updates) > made, "a step after it")
+            await run.replace_trainer(0.1)
+            saved.extend(event["step"] for event in run.events("checkpoint"))
+            await asyncio.sleep(60)
+
+        assert await run.run(watch=watch) == 0, run.error()
+        audit(run, steps=12, staleness=staleness)
+        assert balance(run)["trained"] == 24
+        starts = [event["step"] for event in run.events("job") if event["state"] == "running"]
+        assert starts[0] == 0
+        assert starts[1] >= saved[0] > 0
+        # They were there to go on from; the last one, which nobody's clock asked for, is what stays.
+        folders = {kind: sorted(path.name for path in run.checkpoint_folders(kind)) for kind in ("trainer", "actor")}
+        assert folders == {"trainer": ["global_step_12"], "actor": ["global_step_12"]}
+
+
+async def test_a_run_that_ends_on_a_checkpoint_of_the_clock_has_its_export(tmp_path: Path) -> None:
+    async with FakeRun(tmp_path, prompts=24, token_s=0.002, trainer=OFTEN) as run:
+
+        async def watch(job: Job) -> None:
+            # Stopped within the save: no further step comes between it and the end.
+            await run.trainer.saving.wait()
+            job.stop()
+            await asyncio.sleep(60)
+
+        fault = run.trainer.faults.plan("slow", "Save", delay=0.5)
+        assert await run.run(watch=watch) == 130
+        assert fault.used
+        (state,) = run.checkpoint_folders("trainer")
+        assert [path.name for path in run.checkpoint_folders("actor")] == [state.name]
+        assert await run.run(resume=True) == 0, run.error()
+        audit(run, steps=12, staleness=1)
+
+
 async def test_a_runner_that_dies_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
     """The trainer that it finds has made steps and has no way back: another one begins with the initial weights."""
     settings = {"prompts": 16, **DETERMINISTIC}

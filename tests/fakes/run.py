@@ -127,6 +127,10 @@ class FakeRun:
         """The first rollout server."""
         return self.engines[0]
 
+    def checkpoint_folders(self, kind: str) -> list[Path]:
+        """Folders of its checkpoints: of "trainer" (resume states), "actor" (exports) or "critic"."""
+        return sorted((self.run_dir / "checkpoints" / kind).glob("global_step_*"))
+
     @property
     def updates(self) -> list[Update]:
         """Updates that the trainer applied, in order."""

@@ -249,8 +249,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             half.mkdir(parents=True)
             np.save(half / "bias.npy", self.weights, allow_pickle=False)
             await asyncio.sleep(3600)
-        self._folder(Path(request.state_dir), {"manifest.json": json.dumps(manifest)})
-        self.saves.append(request.state_dir)
+        if request.state_dir:
+            self._folder(Path(request.state_dir), {"manifest.json": json.dumps(manifest)})
+            self.saves.append(request.state_dir)
         return trainer_pb2.SaveResponse(seconds=0.001, bytes=self.weights.nbytes)
 
     def _read(self, data: bytes) -> list[Sample]:
