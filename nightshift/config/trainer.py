@@ -82,8 +82,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints; 0: none by steps, only by ``save_minutes``, at the end and on an interruption."""
 
     save_minutes: float | None = Field(default=10.0, gt=0)
-    """Minutes after a checkpoint at which the next step makes another one, without an export, only to go on from after a
-    crash: it goes when the next one is there. They take a twentieth of the time at most. Null: none by the clock."""
+    """Minutes after a checkpoint at which the next step makes another one, without an export, only to go on from after
+    a crash: it goes when the next one is there. They take a twentieth of the time at most. Null: none by the clock."""
 
     update_timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one update."""

@@ -335,7 +335,7 @@ class Pipeline:
             if self._hopeless():
                 raise state.failed_in_row[0]
             if not gone:  # else others may have come in meanwhile, of which the plan knows nothing
-                await self._wait_behind(plan)
+                await self._wait_behind(plan, places)
 
     def _enough(self, places: int) -> bool:
         """Whether there may be a part: what is ready completes the batch, or fills a pass of the trainer."""
@@ -353,16 +353,17 @@ class Pipeline:
             on_stale=self._spec.pipeline.on_stale,
         )
 
-    async def _wait_behind(self, plan: PartPlan) -> None:
-        """Waits until a plan that gave no part may give one."""
+    async def _wait_behind(self, plan: PartPlan, places: int) -> None:
+        """Waits until a plan that gave no part may give one. A plan costs what is ready: it is not made at each end."""
         state, ready = self._state, len(self._state.ready)
         if plan.held_by is None:
             await self._wait(lambda: len(state.ready) != ready or self._hopeless())
             return
         # Taking more would make these too old for any later step: the update is held back until one of them is in.
         held_by = plan.held_by
-        running = state.running_up_to(held_by)
-        await self._wait(lambda: state.running_up_to(held_by) != running or self._hopeless())
+        missing = 1 if self._streaming else places - len(plan.take)
+        left = max(0, state.running_up_to(held_by) - missing)
+        await self._wait(lambda: state.running_up_to(held_by) <= left or self._hopeless())
 
     def _left_behind(self, batch: int) -> list[int]:
         """Groups that the step in progress, which is complete, leaves too old for any later one."""

@@ -13,7 +13,9 @@
 
 On a virtual clock computing takes no time, so that the schedule is measured and not this machine; requests go to the
 simulated servers without sockets. On a scaled clock everything is real but the servers' work; the share of a core that
-the orchestrator was busy says whether it was held back. Stages are balanced for the synchronous arm: a judge answers
+the orchestrator was busy says whether it was held back. The factor has to leave both processes time for the groups that
+the fleet draws in a simulated second: where it does not, all of them come through each stage together, and the first
+step comes after the last of them. Stages are balanced for the synchronous arm: a judge answers
 after as long as generation of a batch takes, and so does the trainer.
 """
 
@@ -104,7 +106,7 @@ def settings(
     """A job's settings."""
     return {
         "rollout": {"batch_size": batch, "n": n, "flush_tokens": 1024},
-        "trainer": {"total_steps": steps, "learning_rate": 1e-6},
+        "trainer": {"total_steps": steps, "learning_rate": 1e-6, "save_minutes": None},
         "scorers": {"batch_samples": 8 * n},
         # Without a bound nothing but this holds the number in flight.
         "pipeline": {
@@ -306,11 +308,15 @@ def cost(
     files: int | None = None,
     tree: Path | None = None,
     shorter: int = 1,
+    limit_s: float | None = None,
 ) -> dict[str, Any]:
     """A run with the orchestrator in a process of its own, which may open so many files; ``tree``: of that checkout.
 
     The services have a listener for each engine and a file for each connection of the orchestrator: where both have the
     same limit, theirs is reached first.
+
+    Raises:
+        RuntimeError: the run failed, or did not end within ``limit_s`` seconds; the message says how far it came.
     """
     scale, times = balanced(engines, batch, n, shorter)
     scale = Scale(**{**vars(scale), "factor": factor})
@@ -327,7 +333,12 @@ def cost(
             sampler = Sampler(process.pid)
             sampler.start()
             try:
-                code = process.wait()
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                events = read_events(run_dir / "events.jsonl")
+                made = sum(event["kind"] == "step" for event in events)
+                doing = {event["role"]: event["doing"] for event in events if event["kind"] == "activity"}
+                raise RuntimeError(f"{made} of {steps} steps after {limit_s:g} s: {doing}") from None
             finally:
                 process.kill()
         events = read_events(run_dir / "events.jsonl")
@@ -353,6 +364,9 @@ def cost(
         "groups": groups,
         "cpu_ms_per_group": round(1000 * spent / groups, 3),
         "busy_share": round(spent / (ends[-1] - first), 3),
+        "first_step_wall_s": round(ends[0] - first, 1),
+        "wall_s": round(ends[-1] - first, 1),
+        "warnings": sum(event["kind"] == "warning" for event in events),
         "step_s": round(factor * (ends[-1] - ends[0]) / (len(ends) - 1), 2),
         "predicted_s": round(step_seconds(times, eta), 2),
         "memory_base_mib": round(base / 2**20, 1),
@@ -439,6 +453,7 @@ def main() -> None:
     )
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
     parser.add_argument("--shorter", type=int, default=1, help="lengths divided by so much, of cost")
+    parser.add_argument("--limit", type=float, help="seconds after which the orchestrator is ended, of cost")
     parser.add_argument("--beside", type=Path, help="another checkout, of cost")
     parser.add_argument("--rounds", type=int, default=1, help="of cost; the median is taken")
     options = parser.parse_args()
@@ -469,7 +484,19 @@ def main() -> None:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for _ in range(options.rounds):
             for name, tree in trees.items():
-                value = cost(engines, batch, n, eta, options.factor, steps, flush, options.files, tree, options.shorter)
+                value = cost(
+                    engines,
+                    batch,
+                    n,
+                    eta,
+                    options.factor,
+                    steps,
+                    flush,
+                    options.files,
+                    tree,
+                    options.shorter,
+                    options.limit,
+                )
                 print(json.dumps(value), flush=True)
                 rounds[name].append(value)
         for name, values in rounds.items():

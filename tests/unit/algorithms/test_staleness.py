@@ -290,3 +290,43 @@ def test_the_bound_holds_for_any_order_of_events_and_any_parts(
     assert run.issued == run.trained + run.dropped + run.filtered + in_flight
     if on_stale == "wait":
         assert run.dropped == 0
+
+
+@st.composite
+def _held_moments(draw: st.DrawFn) -> tuple[int, int, int, list[GroupAge], list[GroupAge]]:
+    """(step, batch, eta, ready, running) with as many groups in flight as admission allows, or fewer."""
+    step, batch, eta = draw(st.integers(0, 6)), draw(st.integers(1, 6)), draw(st.integers(0, 4))
+    groups: list[GroupAge] = []
+    for version in range(max(0, step - eta), step + 1):
+        room = (version + eta - step + 1) * batch - len(groups)
+        groups += _ages(*[version] * draw(st.integers(0, max(0, room))), first=len(groups))
+    ready = [group for group in groups if draw(st.booleans())]
+    return step, batch, eta, ready, [group for group in groups if group not in ready]
+
+
+@given(_held_moments(), st.data())
+@settings(max_examples=400, deadline=None)
+def test_each_end_behind_a_held_group_lets_in_one_more_at_most(
+    moment: tuple[int, int, int, list[GroupAge], list[GroupAge]], data: st.DataObject
+) -> None:
+    """So that a part that lacks k groups need not be planned again before k of those that hold it have ended."""
+    step, batch, eta, ready, running = moment
+    plan = _plan(step, ready, running, batch=batch, eta=eta)
+    if plan.held_by is None:
+        return
+    for ends in range(1, batch - len(plan.take)):
+        holding = [group for group in running if group.oldest_version <= plan.held_by]
+        if not holding:
+            return
+        ended = data.draw(st.sampled_from(holding))
+        running.remove(ended)
+        if data.draw(st.booleans()):  # else it failed
+            version = data.draw(st.integers(ended.oldest_version, step))  # of its first token, which came later
+            ready.append(GroupAge(version, ended.order))
+        if data.draw(st.booleans()):  # others end beside them
+            younger = [group for group in running if group.oldest_version > plan.held_by]
+            for group in younger[: data.draw(st.integers(0, len(younger)))]:
+                running.remove(group)
+                ready.append(group)
+        now = _plan(step, ready, running, batch=batch, eta=eta)
+        assert len(now.take) <= len(plan.take) + ends < batch
