@@ -34,7 +34,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from nightshift.analysis.speedup import StageTimes, speedup, staleness_needed, s
 from nightshift.wire.events import read_events
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from tests.bench.process_sampler import Sampler
 from tests.sim.alone import generate
 from tests.sim.clock import run_virtual
 from tests.sim.lengths import Lengths
@@ -237,43 +237,6 @@ def cores(in_flight: int, rounds: int = 5) -> dict[str, Any]:
 
 
 # The whole orchestrator -----------------------------------------------------------------------------------------------
-
-
-def _cpu(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _memory(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
-class Sampler(threading.Thread):
-    """CPU seconds, memory and open files of a process, twice a second."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid = pid
-        self.rows: list[tuple[float, float, int, int]] = []
-
-    def run(self) -> None:
-        """Samples until the process has ended."""
-        while True:
-            try:
-                files = sum(1 for _ in Path(f"/proc/{self._pid}/fd").iterdir())
-                self.rows.append((time.time(), _cpu(self._pid), _memory(self._pid), files))
-            except (OSError, StopIteration):
-                return
-            time.sleep(0.5)
-
-    def cpu_at(self, moment: float) -> float:
-        """CPU seconds at a time, between two samples in proportion."""
-        before = max((row for row in self.rows if row[0] <= moment), default=self.rows[0])
-        after = min((row for row in self.rows if row[0] > moment), default=self.rows[-1])
-        if after[0] <= before[0]:
-            return before[1]
-        return before[1] + (after[1] - before[1]) * (moment - before[0]) / (after[0] - before[0])
 
 
 @contextmanager
