@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
+import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from nightshift.gpu import ask_driver, cuda_of_torch, why_not_cuda
 
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHM, _LEAST_DISK = 8 * _GIB, 1 * _GIB, 5 * _GIB
+#: Of ``nightshift up``.
+SERVICE_PORT = 8700
 _SET_UP = "make venv installs the locks of requirements/"
 #: Distribution -> whether a run can do without it.
 _PACKAGES = {
@@ -138,6 +143,7 @@ def _tools() -> list[Finding]:
         Finding("c++ compiler", "ok" if compiler else "missing", compiler or "none", "apt-get install g++"),
         Finding("ninja", "ok" if ninja else "missing", str(ninja or "none"), "pip install ninja"),
         _loopback(),
+        _service_port(),
     ]
 
 
@@ -149,3 +155,17 @@ def _loopback() -> Finding:
     except OSError as error:
         return Finding("ports", "missing", f"cannot listen on {HOST}: {error.strerror}", "bring up the loopback device")
     return Finding("ports", "ok", f"can listen on {HOST}")
+
+
+def _service_port() -> Finding:
+    from nightshift.cli.ports import is_free
+
+    if is_free(SERVICE_PORT):
+        return Finding("service port", "ok", f"{SERVICE_PORT} is free for nightshift up")
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{SERVICE_PORT}/healthz", timeout=2) as answer:
+            version = json.load(answer)["version"]
+        return Finding("service port", "ok", f"nightshift {version} answers at {SERVICE_PORT}")
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        found = f"{SERVICE_PORT} is taken by another program"
+        return Finding("service port", "note", found, "nightshift up --port takes another one")

@@ -354,7 +354,7 @@ class Client:
                 if answer.status_code not in (429, 503) or "quota" in str(error.problem.get("type")):
                     raise error
                 told = answer.headers.get("retry-after", "")
-                wait = max(pause, float(told)) if told.isdigit() else pause
+                wait = max(pause, float(told)) if told.isascii() and told.isdigit() else pause
             except httpx.TransportError as cause:
                 error = ServiceError(
                     f"the service at {self.url} cannot be reached: {cause or type(cause).__name__}",
@@ -388,6 +388,9 @@ class Client:
                 with self._http.stream(
                     "GET", f"/v1/jobs/{job_id}/events", params=params, headers=headers, timeout=timeout
                 ) as answer:
+                    if answer.status_code in (429, 503):  # as with any request: busy, or its database is away
+                        answer.read()
+                        raise _BusyError(error_of(answer))
                     if answer.status_code >= 400:
                         answer.read()
                         raise error_of(answer)
@@ -396,11 +399,16 @@ class Client:
                         if event.kind == "end":
                             return
                         yield event
-            except httpx.TransportError as error:
+                # Ended without `end`: the service stops, or the token is good no more, which the next answer says.
                 failures += 1
-                if failures > self._tries:
-                    raise ServiceError(f"the event stream of {job_id} broke off: {error}") from error
-                time.sleep(min(_PAUSE_S * 2**failures, _MOST_PAUSE_S))
+                cause: Exception = ServiceError("it ended without its last event")
+            except httpx.TransportError as error:
+                failures, cause = failures + 1, error
+            except _BusyError as error:
+                failures, cause = failures + 1, error.told
+            if failures > self._tries:
+                raise ServiceError(f"the event stream of {job_id} broke off: {cause}") from cause
+            time.sleep(min(_PAUSE_S * 2**failures, _MOST_PAUSE_S))
 
     def _local_token(self) -> str | None:
         host = httpx.URL(self.url).host
@@ -410,6 +418,12 @@ class Client:
             return (data_dir() / "admin-token").read_text().strip() or None
         except OSError:
             return None
+
+
+class _BusyError(Exception):
+    def __init__(self, told: ServiceError) -> None:
+        super().__init__(str(told))
+        self.told = told
 
 
 def _events(lines: Iterable[str], until: float | None) -> Iterator[Event]:

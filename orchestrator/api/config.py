@@ -28,6 +28,7 @@ class ServiceConfig:
         grpc: address for gRPC, for example ``127.0.0.1:8701``; port 0: any free one; empty: none.
         requests_per_s: of one token, in the long run; ``burst`` at once.
         max_requests: most requests that are answered at one time, event streams included; further ones get 503.
+        max_plans: processes that estimate jobs at one time; further plans wait for their turn.
         body_wait_s: for the next piece of a body or an upload, before the request ends with 408.
     """
 
@@ -52,6 +53,7 @@ class ServiceConfig:
     max_requests: int = 5000
     max_streams: int = 500
     body_wait_s: float = 60.0
+    max_plans: int = 4
     tick_s: float = 0.5
     lease_s: float = 15.0
     weight_store: str = "/dev/shm"

@@ -245,19 +245,24 @@ async def make_plan(service: Service, caller: Caller, document: dict[str, Any]) 
         _, run_dir, _ = await run_in_threadpool(
             prepare, spec, runs, service.uploads, caller.project_for(None), service.policy, service.clock()
         )
-        return await _plan_of(run_dir / JOB, folder)
+        return await _plan_of(run_dir / JOB, folder, service.plans)
 
 
 @router.get("/jobs/{job_id}/plan", response_model=dict[str, Any], responses=errors(404))
 async def plan_of_job(service: ServiceDep, caller: Reader, job_id: JobId) -> dict[str, Any]:
     """What a job was estimated to need, as the plan of its job file says it."""
     record = await run_in_threadpool(visible, service, caller, job_id)
-    return await _plan_of(Path(record.run_dir) / JOB, record.run_dir)
+    return await _plan_of(Path(record.run_dir) / JOB, record.run_dir, service.plans)
 
 
-async def _plan_of(job: Path, folder: str) -> dict[str, Any]:
+async def _plan_of(job: Path, folder: str, plans: asyncio.Semaphore) -> dict[str, Any]:
     """The plan of a job file whose files are beside it; ``folder`` is not named in what is wrong with it."""
-    # In a process of its own: a hostile chat template may never come to its end.
+    # In a process of its own: a hostile chat template may never come to its end. Few at once: each takes a core.
+    async with plans:
+        return await _ask_plan(job, folder)
+
+
+async def _ask_plan(job: Path, folder: str) -> dict[str, Any]:
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "nightshift.cli.main", "plan", str(job), "--json"),
         stdin=asyncio.subprocess.DEVNULL,

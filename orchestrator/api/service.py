@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
@@ -78,6 +79,7 @@ class Service:
         self.streams = 0
         self.grpc_port = 0
         self.settings_lock = threading.Lock()
+        self.plans = asyncio.Semaphore(config.max_plans)
         if self.access.project(DEFAULT_PROJECT) is None:
             self.access.put_project(DEFAULT_PROJECT)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ import pytest
 from sqlalchemy import event, insert
 from sqlalchemy.exc import OperationalError
 
-from orchestrator.api import readers
+from orchestrator.api import readers, routes_jobs
 from orchestrator.api.__main__ import listen
 from orchestrator.store.schema import audit
 from orchestrator.store.state import StateStore
@@ -120,3 +121,23 @@ async def test_answers_are_sent_at_once(tmp_path: Path) -> None:
         await reader.read()
         writer.close()
     assert found == [1]
+
+
+async def test_few_plans_are_made_at_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a process; a hundred clients that plan at once must not start a hundred."""
+    running, most = 0, 0
+
+    async def slow(_job: Path, _folder: str) -> dict[str, Any]:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return {}
+
+    monkeypatch.setattr(routes_jobs, "_ask_plan", slow)
+    async with serve(tmp_path, drive=False, max_plans=3) as api:
+        made = await api.submit()
+        asked = [api.http.post("/v1/plan", json=job()) for _ in range(10)]
+        asked += [api.http.get(f"/v1/jobs/{made['id']}/plan") for _ in range(10)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    assert most == 3

@@ -18,6 +18,7 @@ from nightshift.config.site import with_site
 from nightshift.transfer import weight_transfer
 from services.rollout.command import server_command
 from tests.deploy.charts import CHART, VALUES, VERSIONS, check, helm, of_kind, pods, rendered
+from tests.unit.deploy.promql import unknown_names
 
 pytestmark = pytest.mark.deploy
 
@@ -442,3 +443,32 @@ def test_scorers_are_scaled_by_serve_alone() -> None:
     assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 6)
     targets = [one["spec"]["scaleTargetRef"]["kind"] for one in of_kind(objects, "ScaledObject")]
     assert not targets or set(targets) <= {"StatefulSet", "LeaderWorkerSet"}
+
+
+def test_an_ingress_has_tls_for_each_of_its_hosts_and_leads_to_the_orchestrator() -> None:
+    objects = rendered("values-prod.yaml")
+    (ingress,) = of_kind(objects, "Ingress")
+    covered = {host for entry in ingress["spec"]["tls"] for host in entry["hosts"] if entry["secretName"]}
+    assert {rule["host"] for rule in ingress["spec"]["rules"]} == covered
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "Service")}
+    for rule in ingress["spec"]["rules"]:
+        for path in rule["http"]["paths"]:
+            target = path["backend"]["service"]
+            assert target["port"]["name"] in [port["name"] for port in services[target["name"]]["ports"]]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_charts_own_test_asks_whether_the_service_is_ready(values: str) -> None:
+    objects = rendered(values)
+    (pod,) = of_kind(objects, "Pod")
+    url = urlsplit(pod["spec"]["containers"][0]["command"][-1])
+    (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == url.hostname]
+    assert (url.path, url.port in [port["port"] for port in service["spec"]["ports"]]) == ("/readyz", True)
+
+
+def test_rollouts_are_scaled_by_what_waits_for_them() -> None:
+    objects = rendered("values-prod.yaml")
+    (scaled,) = of_kind(objects, "ScaledObject")
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["type"] == "prometheus"
+    assert unknown_names(trigger["metadata"]["query"]) == set(), "the query reads metrics that exist"
