@@ -51,11 +51,14 @@ class Servicer:
             ProblemError: the token is missing or wrong, lacks the scope, or asks too often.
         """
         authorization = metadata(context, "authorization")
-        if self._rate.take(authorization or context.peer().rpartition(":")[0]):
+        if self._rate.take(self._rate.caller(authorization, context.peer().rpartition(":")[0])):
             raise ProblemError(429, "too many requests")
         kind, _, text = authorization.partition(" ")
         token = text if kind.lower() == "bearer" and text else None
-        return check_scope(await asyncio.to_thread(caller_from, self._service, token), scope)
+        found = await asyncio.to_thread(caller_from, self._service, token)
+        if authorization:
+            self._rate.note_good(authorization)
+        return check_scope(found, scope)
 
     def refusals(self, context: Context, method: str) -> Refusals:
         """Ends a call with the problem of what is raised within."""

@@ -14,6 +14,8 @@ from orchestrator.api.problems import respond
 from orchestrator.api.rate import RateLimit
 
 _UPLOADS = "/v1/uploads/"
+#: Below it nothing is answered without credentials that are good.
+_GUARDED = "/v1/"
 #: Paths that monitoring asks for and that cost nothing.
 _FREE = frozenset({"/healthz", "/readyz"})
 
@@ -46,10 +48,22 @@ class Limits:
             await respond(path, status, detail, headers=extra)(scope, receive, send)
             return
         self._open += 1
+        credentials = headers.get("authorization", "") if path.startswith(_GUARDED) else ""
+        sends = self._noting(credentials, _secured(send))
         try:
-            await self._app(scope, _Counted(receive, limit, self._config.body_wait_s), _secured(send))
+            await self._app(scope, _Counted(receive, limit, self._config.body_wait_s), sends)
         finally:
             self._open -= 1
+
+    def _noting(self, credentials: str, send: Send) -> Send:
+        """Sends, and notes credentials that got an answer for which they must have been good."""
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start" and 200 <= message["status"] < 300:
+                self._rate.note_good(credentials)
+            await send(message)
+
+        return noting if credentials else send
 
     def _refuse(
         self, scope: Scope, headers: Headers, path: str, limit: int
@@ -71,7 +85,7 @@ class Limits:
             if self._open >= self._config.max_requests:
                 return 503, f"{self._open} requests are being answered already", {"Retry-After": "5"}
             client = scope.get("client")
-            caller = headers.get("authorization") or (client[0] if client else "")
+            caller = self._rate.caller(headers.get("authorization", ""), client[0] if client else "")
             wait = self._rate.take(caller)
             if wait:
                 return 429, "too many requests", {"Retry-After": str(max(1, math.ceil(wait)))}

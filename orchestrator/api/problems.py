@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from nightshift.config.live import SettingsError
@@ -166,6 +167,8 @@ def answer(path: str, error: BaseException) -> JSONResponse:
             )
         case NightshiftError():
             return _ours(path, error)
+        case ClientDisconnect():  # nobody hears it, and nothing is wrong here
+            return respond(path, 400, "the connection ended before the body did", kind="disconnected")
         case SQLAlchemyError():
             _log.warning("%s: database: %s", path, str(error).splitlines()[0])
             if "disk is full" in str(error):  # SQLite's words
@@ -200,7 +203,7 @@ def install(app: FastAPI) -> None:
     async def any_error(request: Request, error: Exception) -> JSONResponse:
         return answer(request.url.path, error)
 
-    for kind in (ProblemError, NightshiftError, SQLAlchemyError, OSError, Exception):
+    for kind in (ProblemError, NightshiftError, SQLAlchemyError, OSError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, any_error)
 
     @app.exception_handler(RequestValidationError)

@@ -22,6 +22,20 @@ class RateLimit:
         self._clock = clock
         self._callers = callers
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._good: OrderedDict[str, None] = OrderedDict()
+
+    def caller(self, credentials: str, address: str) -> str:
+        """Whose rate a request counts to: that of its credentials where they were good before, else of its address. So
+        whoever tries tokens, each once, does it at the rate of one caller, and holds up nobody who has one.
+        """
+        return credentials if credentials in self._good else address
+
+    def note_good(self, credentials: str) -> None:
+        """Credentials were good."""
+        self._good[credentials] = None
+        self._good.move_to_end(credentials)
+        if len(self._good) > self._callers:
+            self._good.popitem(last=False)
 
     def take(self, caller: str) -> float:
         """Takes a token: 0.0, or the seconds until there is one again."""

@@ -67,13 +67,23 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began, answered = time.perf_counter(), False
+
+        def note(status: int) -> None:
+            nonlocal answered
+            answered = True
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.requests.labels(scope["method"], route, str(status)).inc()
+            self._metrics.seconds.labels(route).inc(time.perf_counter() - began)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "none")
-                self._metrics.requests.labels(scope["method"], route, str(message["status"])).inc()
-                self._metrics.seconds.labels(route).inc(time.perf_counter() - began)
+                note(message["status"])
             await send(message)
 
-        await self._app(scope, receive, noted)
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            if not answered:  # what was not foreseen is answered further out
+                note(500)
+            raise

@@ -328,3 +328,16 @@ async def test_prometheus_reads_states(tmp_path: Path) -> None:
         text = (await api.http.get("/metrics")).text
         assert 'nightshift_jobs{state="queued"} 1.0' in text
         assert 'nightshift_api_requests_total{method="POST",route="/v1/jobs",status="201"} 1.0' in text
+
+
+async def test_an_error_that_was_not_foreseen_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(tmp_path, drive=False) as api:
+
+        def broken(*_values: object, **_more: object) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr(api.service.jobs, "find", broken)
+        found = problem(await api.http.get("/v1/jobs"), 500)
+        assert "a fault of ours" not in found["detail"], "the log has it"
+        text = (await api.http.get("/metrics")).text
+        assert 'nightshift_api_requests_total{method="GET",route="/v1/jobs",status="500"} 1.0' in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 import yaml
 
@@ -18,6 +20,7 @@ from nightshift.wire.v1 import jobs_pb2, jobs_pb2_grpc
 from orchestrator.api.problems import MEDIA_TYPE
 from orchestrator.store.access import Scope
 from tests.fakes.service import ROOT, Api, digest, job, serve
+from tests.fakes.up import Up
 
 HEX = "0x" + "f" * 20_000
 #: Name -> document of YAML, and what is said about it.
@@ -279,3 +282,55 @@ async def test_an_event_id_that_no_event_has_goes_on_at_the_next_whole_event(tmp
                 if line.startswith("data: "):
                     json.loads(line.removeprefix("data: "))
         assert "queued" in whole
+
+
+# Callers --------------------------------------------------------------------------------------------------------------
+
+
+async def test_who_guesses_tokens_does_it_at_the_rate_of_one_caller(tmp_path: Path) -> None:
+    """Each guess is another token; and what is answered to anybody makes no guess a good one."""
+    async with serve(tmp_path, drive=False, requests_per_s=0.01, burst=20, grpc="127.0.0.1:0") as api:
+        codes = []
+        for at in range(30):
+            headers = {"Authorization": f"Bearer ns_guess_{at}{'x' * 50_000}"}
+            assert (await api.http.get("/healthz", headers=headers)).status_code == 200
+            codes.append((await api.http.get("/v1/jobs", headers=headers)).status_code)
+        assert codes[0] == 401
+        assert codes[-1] == 429
+        assert codes.count(401) <= 20
+        assert (await api.http.get("/v1/jobs")).status_code == 200, "who has a token is answered"
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{api.service.grpc_port}") as channel:
+            stub = jobs_pb2_grpc.JobServiceStub(channel)
+            told = []
+            for at in range(30):
+                metadata = (("authorization", f"Bearer ns_guess_{at}"),)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.List(jobs_pb2.ListRequest(), metadata=metadata)
+                told.append(caught.value.code())
+            assert (told[0], told[-1]) == (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@pytest.mark.parametrize(
+    "head", ["PUT /v1/uploads/{sha}", "POST /v1/jobs", "POST /v1/tokens", "POST /v1/jobs/x/session"]
+)
+def test_a_connection_that_ends_within_a_body_is_no_error_of_the_service(tmp_path: Path, head: str) -> None:
+    sha = digest(b"x" * 1000)
+    with Up(tmp_path / "data") as up:
+        token = (up.folder / "admin-token").read_text().strip()
+        host, _, port = up.url.removeprefix("http://").partition(":")
+        lines = [
+            f"{head.format(sha=sha)} HTTP/1.1",
+            f"Authorization: Bearer {token}",
+            "Host: x",
+            "Content-Length: 1000",
+        ]
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall("\r\n".join([*lines, "", "x" * 500]).encode())
+            time.sleep(0.3)  # until it waits for the rest; too early tests nothing, and fails nothing
+        deadline = time.monotonic() + 60
+        while 'status="400"' not in (text := httpx.get(f"{up.url}/metrics").text):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+        assert 'status="500"' not in text
+        assert "Traceback" not in (tmp_path / "up.log").read_text()
+        assert not [path for path in (up.folder / "uploads").rglob(".*") if path.is_file()]
