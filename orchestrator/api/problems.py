@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -169,6 +169,8 @@ def answer(path: str, error: BaseException) -> JSONResponse:
             return _ours(path, error)
         case ClientDisconnect():  # nobody hears it, and nothing is wrong here
             return respond(path, 400, "the connection ended before the body did", kind="disconnected")
+        case DataError() | IntegrityError():  # it answers, and takes no such value: a fault of ours, not its absence
+            pass
         case SQLAlchemyError():
             _log.warning("%s: database: %s", path, str(error).splitlines()[0])
             if "disk is full" in str(error):  # SQLite's words

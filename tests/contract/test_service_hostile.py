@@ -15,9 +15,10 @@ import grpc.aio
 import httpx
 import pytest
 import yaml
+from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError
 
 from nightshift.wire.v1 import jobs_pb2, jobs_pb2_grpc
-from orchestrator.api.problems import MEDIA_TYPE
+from orchestrator.api.problems import MEDIA_TYPE, answer
 from orchestrator.store.access import Scope
 from tests.fakes.service import ROOT, Api, digest, job, serve
 from tests.fakes.up import Up
@@ -334,3 +335,35 @@ def test_a_connection_that_ends_within_a_body_is_no_error_of_the_service(tmp_pat
         assert 'status="500"' not in text
         assert "Traceback" not in (tmp_path / "up.log").read_text()
         assert not [path for path in (up.folder / "uploads").rglob(".*") if path.is_file()]
+
+
+async def test_more_calls_than_are_answered_at_one_time_are_refused_over_grpc_too(tmp_path: Path) -> None:
+    async with (
+        serve(tmp_path, drive=False, max_requests=3, grpc="127.0.0.1:0") as api,
+        grpc.aio.insecure_channel(f"127.0.0.1:{api.service.grpc_port}") as channel,
+    ):
+        made = await api.submit()
+        stub, headers = jobs_pb2_grpc.JobServiceStub(channel), admin(api)
+        streams = [stub.Events(jobs_pb2.EventsRequest(id=made["id"]), metadata=headers) for _ in range(3)]
+        for stream in streams:
+            assert (await stream.read()).kind == "state"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Get(jobs_pb2.JobRef(id=made["id"]), metadata=headers)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for stream in streams:
+            stream.cancel()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert (await stub.Get(jobs_pb2.JobRef(id=made["id"]), metadata=headers)).id == made["id"]
+                break
+            except grpc.aio.AioRpcError:
+                assert time.monotonic() < deadline, "streams that are cancelled are counted no more"
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(OperationalError, 503), (InterfaceError, 503), (DataError, 500), (IntegrityError, 500)]
+)
+def test_a_value_that_a_database_refuses_is_not_told_as_its_absence(kind: Any, status: int) -> None:
+    assert answer("/v1/jobs", kind("SELECT", {}, Exception("the driver's words"))).status_code == status
