@@ -44,11 +44,11 @@ class TrainerConfig(Section):
     """Tokens, with padding, per forward and backward pass of one rank, in place of ``micro_batch_size``; samples of
     like length are put together. A sample that is longer has a pass of its own. Null: ``micro_batch_size`` counts."""
 
-    padding_free: bool = False
+    padding_free: bool | None = None
     """Lays the samples of a micro-batch end to end in one row, where each sees itself alone, in place of padded rows;
     prompts are then not shared. Policy and critic need full attention in every layer, under
     ``model.attn_implementation`` sdpa. In bfloat16 on CUDA attention is one kernel, elsewhere it goes sample by
-    sample."""
+    sample. Null: where it is one kernel, the model allows it and ``pipeline.deterministic`` is off."""
 
     compile: bool | None = None
     """Fuse the small operations of each layer (torch.compile): half a minute at the first step. Null: on CUDA only."""

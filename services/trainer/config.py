@@ -34,7 +34,8 @@ class RankConfig:
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = False
     share_prompts: bool = True  # samples of one micro-batch with the same prompt compute it once
-    padding_free: bool = False  # samples of one micro-batch lie end to end in one row; prompts are then not shared
+    # Samples of a micro-batch lie end to end in one row, and prompts are not shared. None: where the model allows it.
+    padding_free: bool | None = False
     seed: int = 0
     threads: int = 1
     device: str = "cpu"  # "cpu" or "cuda"
@@ -96,6 +97,8 @@ class RankConfig:
             gpus: which CUDA device each role has; None: the first one for all.
         """
         trainer, cuda = spec.trainer, device == "cuda"
+        # One kernel attends there, whose backward pass sums in no fixed order.
+        packs = cuda and not spec.pipeline.deterministic
         return cls(
             model_path=spec.model.path,
             tokenizer_path=spec.model.tokenizer,
@@ -113,7 +116,7 @@ class RankConfig:
             gradient_checkpointing=trainer.gradient_checkpointing,
             # Rows that several responses share need a mask, with which a GPU's flash attention cannot be used.
             share_prompts=trainer.share_prompts and not cuda,
-            padding_free=trainer.padding_free,
+            padding_free=False if trainer.padding_free is None and not packs else trainer.padding_free,
             seed=trainer.seed,
             threads=trainer.threads,
             device=device,

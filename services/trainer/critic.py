@@ -24,7 +24,7 @@ class CriticRank(TrainerRank):
     def _load(self) -> None:
         self.policy, new_head = load_value_model(self.config)
         # Asked before the head is zeroed: values that are all 0 would agree whatever the attention does.
-        self._share = not self.config.padding_free and self.config.share_prompts and can_share(self.policy)
+        self._share = not self.policy.packed and self.config.share_prompts and can_share(self.policy)
         if new_head:
             zero_head(self.policy)
 

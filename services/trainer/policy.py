@@ -41,6 +41,7 @@ class Policy(nn.Module):
         self.model = model
         self.autocast = autocast
         self.compiled = compiled
+        self.packed = False  # whether rows are packed: see use_packed_rows
         self._plain = not partitioned and _has_plain_head(model)
 
     def forward(
@@ -129,18 +130,23 @@ def can_share(policy: Policy) -> bool:
 
 
 def use_packed_rows(policy: Policy, config: RankConfig, *, role: str) -> None:
-    """Gives the model the attention of packed rows, under which it must answer as before.
+    """Gives the model the attention of packed rows where the configuration wants it and it answers as before.
 
     Tried on a few tokens, since a model may not use the attention that it is given, or hold recurrent state.
+    ``policy.packed`` says how it came out.
 
     Raises:
-        BadInputError: it does not.
+        BadInputError: it does not answer as before, and packed rows were asked for.
     """
+    if config.padding_free is False:
+        return
     # Only here, since it loads torch's compiler, which takes seconds.
     from services.trainer.packed_attention import PACKED
 
     model: Any = policy.model
-    fits = model.config._attn_implementation == "sdpa" and _full_attention(policy)
+    half = policy.autocast or next(policy.parameters()).dtype != torch.float32
+    wanted = half or bool(config.padding_free)  # in float32 attention goes sample by sample
+    fits = wanted and model.config._attn_implementation == "sdpa" and _full_attention(policy)
     if fits:
         pairs = _trial(policy)
         before = torch.cat([_values(policy, pad([pair])) for pair in pairs])
@@ -149,7 +155,10 @@ def use_packed_rows(policy: Policy, config: RankConfig, *, role: str) -> None:
             fits = model.config._attn_implementation == PACKED and _agree(policy, _values(policy, pack(pairs)), before)
         except TypeError:  # it does not take the boundaries, or does not hand them on
             fits = False
-    if not fits:
+        if not fits:
+            model.set_attn_implementation("sdpa")
+    policy.packed = fits
+    if not fits and config.padding_free:
         raise BadInputError(
             f"trainer.padding_free does not fit {type(model).__name__} from {config.model_path} with attention "
             f"{config.attn_implementation}: its layers do not keep the sequences of one row apart",
@@ -198,8 +207,7 @@ def load_policy(config: RankConfig) -> Policy:
     refuse_missing(missing, config, what, role="trainer", setting=setting)
     compiled = config.compile and config.zero_stage < 3
     policy = Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=compiled)
-    if config.padding_free:
-        use_packed_rows(policy, config, role="trainer")
+    use_packed_rows(policy, config, role="trainer")
     if compiled:
         _compile_layers(model)
     return policy

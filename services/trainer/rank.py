@@ -76,7 +76,7 @@ class TrainerRank:
     def _load(self) -> None:
         """Reads the module that is trained, and finds out whether responses may share their prompt's row."""
         self.policy: Any = load_policy(self.config)
-        self._share = not self.config.padding_free and self.config.share_prompts and can_share(self.policy)
+        self._share = not self.policy.packed and self.config.share_prompts and can_share(self.policy)
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
         """Adds the gradient of a part of a batch.
@@ -276,7 +276,7 @@ class TrainerRank:
             self.policy.autocast = autocast
 
     def _batch(self, pairs: Sequence[Pair]) -> Batch:
-        return pack(pairs) if self.config.padding_free else pad(pairs, self._share)
+        return pack(pairs) if self.policy.packed else pad(pairs, self._share)
 
     def _forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         scale = torch.full((len(batch.targets),), temperature, device=self.device)
@@ -285,7 +285,7 @@ class TrainerRank:
     def _pieces(self, lengths: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of items with these lengths, and how many the rank with the most of them has."""
         config = self.config
-        pieces = plan(lengths, self.world, config.micro_batch_size, config.max_tokens, config.padding_free)
+        pieces = plan(lengths, self.world, config.micro_batch_size, config.max_tokens, self.policy.packed)
         return pieces[self.rank], max(map(len, pieces), default=0)
 
     def _micro_step(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float | None) -> tuple[int, Tensor]:

@@ -24,6 +24,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.model = model
         self.autocast = autocast
+        self.packed = False
 
     def forward(
         self,
@@ -86,8 +87,7 @@ def load_value_model(config: RankConfig) -> tuple[ValueModel, bool]:
     lost = [name for name in missing if name not in {f"{prefix}.{part}" for part in head}]
     refuse_missing(lost, config, what, role="critic", setting=setting)
     values = ValueModel(model, config.autocast)
-    if config.padding_free:
-        use_packed_rows(values, config, role="critic")
+    use_packed_rows(values, config, role="critic")
     return values, bool(missing)
 
 

@@ -55,13 +55,15 @@ def check_schedule(run: FakeRun) -> None:
 
 async def test_parts_are_trained_before_the_batch_is_there(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=8, **small(pipeline={"max_staleness": 0})) as run:
-        slow_group(run, 1, 0.5)
+        slow_group(run, 1, 2.0)
         seen: list[int] = []
 
+        def answered() -> int:
+            return sum(request.answered for request in run.samples())
+
         async def watch(job: Job) -> None:
-            await run.until(lambda: len(run.trainer.received) >= 1, "a part")
-            await asyncio.sleep(0.2)
-            seen.append(sum(request.answered for request in run.samples()))
+            await run.until(lambda: len(run.trainer.received) >= 1 and answered() >= 6, "a part, and three groups")
+            seen.append(answered())
             seen.append(len(run.updates))
             await asyncio.Event().wait()
 

@@ -5,6 +5,7 @@ Run where there is a GPU: pytest -m gpu tests/gpu/test_packed.py
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +42,8 @@ def pairs_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Pair]:
 
 def build(dtype: torch.dtype, *, packed: bool, autocast: bool = False) -> Policy:
     torch.manual_seed(0)
-    policy = Policy(Qwen2ForCausalLM(CONFIG).to(dtype), autocast)
+    # A copy, since the model writes the name of its attention into it.
+    policy = Policy(Qwen2ForCausalLM(deepcopy(CONFIG)).to(dtype), autocast)
     if packed:
         use_packed_rows(policy, RankConfig(model_path="model", padding_free=True), role="trainer")
         assert policy.model.config._attn_implementation == PACKED

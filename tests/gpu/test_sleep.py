@@ -32,6 +32,7 @@ from tests.gpu.models import build
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
 KV_GIB = 20
+PROMPT = np.arange(100, 132, dtype=np.int32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "data": {"max_prompt_length": 64},
     "pipeline": {"max_staleness": 0},
@@ -74,9 +75,8 @@ def used() -> int:
 
 async def drawn(engine: Engine, name: str) -> tuple[list[int], np.ndarray]:
     """A greedy response, and the log-probs of its tokens."""
-    prompt = np.arange(100, 132, dtype=np.int32)
-    answer = await engine.generate(GenerateRequest(name, prompt, 32, 0.0, (), min_tokens=32, ignore_eos=True))
-    return answer.response_ids.tolist(), await engine.score(prompt, answer.response_ids)
+    answer = await engine.generate(GenerateRequest(name, PROMPT, 32, 0.0, (), min_tokens=32, ignore_eos=True))
+    return answer.response_ids.tolist(), await engine.score(PROMPT, answer.response_ids)
 
 
 def test_a_server_gives_its_memory_back_and_computes_as_before_once_it_is_awake(
@@ -148,8 +148,9 @@ def test_a_server_gives_its_memory_back_and_computes_as_before_once_it_is_awake(
             if at == 1:  # the same weights
                 assert after[0] == before[0]
                 assert np.abs(after[1] - before[1]).max() < 0.05
-            if at == 2:
-                assert after[0] != before[0]
+            if at == 2:  # others, under which the most likely tokens may still be the same
+                known = await one.engine.score(PROMPT, np.array(before[0], np.int32))
+                assert np.abs(known - before[1]).max() > 0.05
         await one.engine.close()
 
     asyncio.run(check())

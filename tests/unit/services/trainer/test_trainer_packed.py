@@ -23,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nightshift.config import JobSpec
 from nightshift.wire.errors import BadInputError
 from services.trainer import policy as policies
 from services.trainer.batching import Batch, Pair, pack, pad, plan, shard
@@ -209,3 +210,58 @@ def test_a_model_that_cannot_keep_sequences_apart_is_refused_by_name(monkeypatch
         assert "do not keep the sequences of one row apart" in refusal(leaking)
     finally:
         AttentionInterface.register(PACKED, packed_attention)
+
+
+UNASKED = replace(CONFIG, padding_free=None)
+
+
+def test_unasked_rows_are_packed_where_one_kernel_can_attend() -> None:
+    torch.manual_seed(0)
+    whole, half, cast = llama(), llama().to(torch.bfloat16), llama()
+    cast.autocast = True
+    for policy in (whole, half, cast):
+        use_packed_rows(policy, UNASKED, role="trainer")
+    assert [policy.packed for policy in (whole, half, cast)] == [False, True, True]
+    assert whole.model.config._attn_implementation == "sdpa"
+
+
+def test_unasked_a_model_that_cannot_keep_sequences_apart_keeps_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    windowed, deaf = llama().to(torch.bfloat16), llama().to(torch.bfloat16)
+    windowed.model.config.sliding_window = 4096
+    decoder = deaf.model.get_decoder()
+    hears = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda cu_seq_lens_q=None, max_length_q=None, **rest: hears(**rest))
+    pairs = pairs_of(LENGTHS[2])
+    before = run(deaf, [pad(pairs)])
+    for policy in (windowed, deaf):
+        use_packed_rows(policy, UNASKED, role="trainer")
+        assert not policy.packed
+        assert policy.model.config._attn_implementation == "sdpa"
+    assert far(run(deaf, [pad(pairs)]), before) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "asked", "found"),
+    [
+        ("cuda", False, None, None),
+        ("cuda", True, None, False),
+        ("cpu", False, None, False),
+        ("cuda", False, False, False),
+        ("cpu", False, True, True),
+    ],
+)
+def test_unasked_rows_are_packed_on_cuda_alone_and_not_in_a_deterministic_run(
+    device: str, deterministic: bool, asked: bool | None, found: bool | None
+) -> None:
+    job = {
+        "name": "a",
+        "model": {"path": "m"},
+        "data": {"train_files": ["a.jsonl"]},
+        "rewards": [{"function": "r.py:f"}],
+        "pipeline": {"deterministic": deterministic},
+        "trainer": {"padding_free": asked},
+    }
+    if deterministic:
+        job["pipeline"]["max_staleness"] = 0
+    assert RankConfig.from_spec(JobSpec.model_validate(job), device).padding_free is found
