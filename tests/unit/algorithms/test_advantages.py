@@ -170,12 +170,15 @@ def test_the_baseline_is_of_the_scores_and_not_of_the_kl_penalty() -> None:
         make_sample("a.0", reward=1.0, logprobs=[-1, -1], ref_logprobs=[-1.5, -1]),
         make_sample("a.1", reward=0.0, logprobs=[-2, -2, -9], ref_logprobs=[-2, -1, -1], mask=[1, 1, 0]),
         make_sample("a.2", reward=None, logprobs=[-1], ref_logprobs=[-9]),
+        # Whitening hides what is the same for all groups.
+        make_sample("b.0", reward=1.0, logprobs=[-1], ref_logprobs=[-3]),
+        make_sample("b.1", reward=0.0, logprobs=[-1], ref_logprobs=[-1]),
     ]
     compute_advantages(samples, AlgorithmConfig(**_O22 | {"estimator": "reinforce_plus_plus_baseline"}))  # type: ignore[arg-type]
-    returns = np.array([0.45, 0.5, -0.4, -0.4])  # score - 0.5 at the end, and the penalties of O-22
+    returns = np.array([0.45, 0.5, -0.4, -0.4, 0.3, -0.5])  # score - 0.5 at the end, and the penalties
     expected = (returns - returns.mean()) / np.sqrt(returns.var() + 1e-8)
     got = np.concatenate([sample.advantages for sample in samples])  # type: ignore[misc]
-    assert got == pytest.approx([*expected, 0, 0], abs=1e-6)
+    assert got == pytest.approx([*expected[:4], 0, 0, *expected[4:]], abs=1e-6)
 
 
 def test_gamma_discounts_the_return() -> None:
