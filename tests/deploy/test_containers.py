@@ -2,11 +2,12 @@
 
 ``NIGHTSHIFT_PYTHON_IMAGE`` names the base, an image with Python 3.11 and its venv module that podman has;
 ``NIGHTSHIFT_BUILD_ARGS`` holds further arguments of ``buildah bud``, such as where pip finds packages.
+
+Each test takes a free port. Pods and volumes have fixed names: what a killed attempt left of them is removed first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -23,16 +24,16 @@ import yaml
 
 from nightshift.client import Client
 from nightshift.config.load import load_job
+from services.rollout.launch import free_port
 from tests.contract.test_service_process import write_job
 from tests.deploy.charts import HOW, of_kind, rendered
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1800)]  # the builds of images in it
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/nightshift/orchestrator:test"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 SETTINGS = (
     "orchestrator.mode=remote",
-    "orchestrator.port=18701",
     "images.orchestrator.repository=localhost/nightshift/orchestrator",
     "images.orchestrator.tag=test",
     "images.orchestrator.pullPolicy=Never",
@@ -88,35 +89,58 @@ def test_the_image_holds_no_heavy_library_and_knows_its_user(image: str) -> None
     assert not set(listing.split()) & {"torch", "ray", "vllm", "deepspeed", "transformers"}
 
 
+class Pod:
+    """A rendered Deployment as podman's pod: played on entry, without leftovers of an earlier one, removed on exit."""
+
+    def __init__(self, document: dict[str, Any], file: Path) -> None:
+        file.write_text(yaml.safe_dump(document))
+        self._file = str(file)
+        self._pod = f"{document['metadata']['name']}-pod"  # as podman calls it
+        specification = document["spec"]["template"]["spec"]
+        self._volumes = [
+            volume.get("persistentVolumeClaim", {}).get("claimName", volume["name"])
+            for volume in specification["volumes"]
+            if "hostPath" not in volume
+        ]
+        (container,) = specification["containers"]
+        self.container = f"{self._pod}-{container['name']}"
+        self.url = f"http://127.0.0.1:{container['ports'][0]['containerPort']}"
+
+    def __enter__(self) -> Pod:
+        self._remove()
+        run("podman", "play", "kube", self._file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        run("podman", "play", "kube", "--down", self._file, check=False)
+        run("podman", "pod", "rm", "-f", "-t", "5", self._pod, check=False)
+        run("podman", "volume", "rm", "-f", *self._volumes, check=False)
+        left = run("podman", "ps", "-a", "--format", "{{.Names}}").split()
+        assert self.container not in left, f"podman cannot remove {self.container}: podman pod rm -f {self._pod}"
+
+
 def deployment() -> dict[str, Any]:
-    """The rendered Deployment, with what podman does not know of it replaced: named ports in probes."""
-    (found,) = of_kind(rendered("values-cpu.yaml", settings=SETTINGS), "Deployment")
+    """The rendered Deployment on a free port, with what podman does not know replaced: named ports in probes."""
+    port = free_port()
+    (found,) = of_kind(rendered("values-cpu.yaml", settings=(*SETTINGS, f"orchestrator.port={port}")), "Deployment")
     document: dict[str, Any] = json.loads(json.dumps(found))
     (container,) = document["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        container[probe]["httpGet"]["port"] = 18701
+        container[probe]["httpGet"]["port"] = port
     return document
 
 
-@contextlib.contextmanager
-def kept(document: dict[str, Any], file: Path) -> Iterator[Path]:
-    """The file of a Deployment; what podman makes of it is removed in the end."""
-    file.write_text(yaml.safe_dump(document))
-    try:
-        yield file
-    finally:
-        run("podman", "play", "kube", "--down", str(file), check=False)
-        run("podman", "volume", "rm", "-f", "release-nightshift-orchestrator", "tmp", "shm", check=False)
+@pytest.fixture
+def pod(image: str, tmp_path: Path) -> Iterator[Pod]:
+    with Pod(deployment(), tmp_path / "deployment.yaml") as played:
+        yield played
 
 
 @pytest.fixture
-def pod(image: str, tmp_path: Path) -> Iterator[Path]:
-    with kept(deployment(), tmp_path / "deployment.yaml") as file:
-        yield file
-
-
-@pytest.fixture
-def pod_with_jobs(image: str, tmp_path: Path) -> Iterator[Path]:
+def pod_with_jobs(image: str, tmp_path: Path) -> Iterator[Pod]:
     """The same, where a process that makes steps and takes signals stands in for `nightshift run`, which needs the full
     image."""
     document = deployment()
@@ -128,27 +152,26 @@ def pod_with_jobs(image: str, tmp_path: Path) -> Iterator[Path]:
     container["args"] = [*container["args"][1:], f"--command={json.dumps(command)}"]
     spec["volumes"].append({"name": "fakes", "hostPath": {"path": str(ROOT / "tests/fakes"), "type": "Directory"}})
     container["volumeMounts"].append({"name": "fakes", "mountPath": "/opt/fakes/tests/fakes", "readOnly": True})
-    with kept(document, tmp_path / "deployment.yaml") as file:
-        yield file
+    with Pod(document, tmp_path / "deployment.yaml") as played:
+        yield played
 
 
-def ready(seconds: float = 300) -> dict[str, Any]:
+def ready(url: str, seconds: float = 300) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            answer = httpx.get("http://127.0.0.1:18701/readyz", trust_env=False, timeout=2)
+            answer = httpx.get(f"{url}/readyz", trust_env=False, timeout=2)
             if answer.status_code == 200:
                 return dict(answer.json())
         except httpx.TransportError:
             pass
-        assert time.monotonic() < deadline, "the service was not ready in time"
+        assert time.monotonic() < deadline, f"the service at {url} was not ready within {seconds:.0f} s"
         time.sleep(0.5)
 
 
-def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over_a_restart(pod: Path) -> None:
-    run("podman", "play", "kube", str(pod))
-    assert ready()["status"] == "ok"
-    (name,) = [n for n in run("podman", "ps", "--format", "{{.Names}}").split() if n.endswith("-orchestrator")]
+def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over_a_restart(pod: Pod) -> None:
+    assert ready(pod.url)["status"] == "ok"
+    name = pod.container
     state = json.loads(run("podman", "inspect", name))[0]
     assert state["HostConfig"]["ReadonlyRootfs"] is True
     assert state["Config"]["User"].startswith("10001")
@@ -157,25 +180,24 @@ def test_the_rendered_deployment_runs_passes_its_probes_and_keeps_its_state_over
     assert run("podman", "exec", name, "touch", "/opt/x", check=False) == ""
     assert run("podman", "exec", name, "ls", "/opt").split() == ["nightshift", "venv"]
     token = run("podman", "exec", name, "cat", "/data/admin-token")
-    text = httpx.get("http://127.0.0.1:18701/metrics", trust_env=False).text
+    text = httpx.get(f"{pod.url}/metrics", trust_env=False).text
     assert "nightshift_jobs" in text
 
     run("podman", "stop", "-t", "120", name)
     # A kill after the grace time would be 137.
     assert json.loads(run("podman", "inspect", name))[0]["State"]["ExitCode"] == 0
     run("podman", "start", name)
-    ready()
+    ready(pod.url)
     assert run("podman", "exec", name, "cat", "/data/admin-token") == token
 
 
-def test_the_rendered_deployment_survives_sigterm_with_a_running_job(pod_with_jobs: Path, tmp_path: Path) -> None:
+def test_the_rendered_deployment_survives_sigterm_with_a_running_job(pod_with_jobs: Pod, tmp_path: Path) -> None:
     """A rolling upgrade: the pod is told to end while a job runs, and the next one goes on with it."""
-    run("podman", "play", "kube", str(pod_with_jobs))
-    ready()
-    (name,) = [n for n in run("podman", "ps", "--format", "{{.Names}}").split() if n.endswith("-orchestrator")]
+    url, name = pod_with_jobs.url, pod_with_jobs.container
+    ready(url)
     token = run("podman", "exec", name, "cat", "/data/admin-token").strip()
     job = load_job(write_job(tmp_path / "mine", steps=80, step_s=0.2), check_files=False)
-    with Client("http://127.0.0.1:18701", token) as client:
+    with Client(url, token) as client:
         job_id = client.submit(job).id
         waiting = client.submit(job, idempotency_key="second").id
         deadline = time.monotonic() + 300
@@ -186,8 +208,8 @@ def test_the_rendered_deployment_survives_sigterm_with_a_running_job(pod_with_jo
     state = json.loads(run("podman", "inspect", name))[0]["State"]
     assert state["ExitCode"] == 0, "it ended by itself, and was not killed"
     run("podman", "start", name)
-    ready()
-    with Client("http://127.0.0.1:18701", token) as client:
+    ready(url)
+    with Client(url, token) as client:
         for found in (job_id, waiting):
             done = client.wait(found, 600)
             assert (done.state, done.step) == ("succeeded", 80)
@@ -223,8 +245,8 @@ def engine(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, str], tmp_path: Path) -> None:
-    override = tmp_path / "override.yml"
-    service = f'{{image: {image}, build: !reset null, ports: !override ["127.0.0.1:18701:8700"]}}'
+    override, port = tmp_path / "override.yml", free_port()
+    service = f'{{image: {image}, build: !reset null, ports: !override ["127.0.0.1:{port}:8700"]}}'
     override.write_text(f"services:\n  nightshift: {service}\n")
     program = shutil.which("docker-compose")
     assert program, f"docker-compose is not installed: {HOW}"
@@ -242,9 +264,10 @@ def test_the_compose_files_service_runs_hardened(image: str, engine: dict[str, s
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    compose("down", "-v", "-t", "5")  # what a killed attempt has left
     try:
         compose("up", "-d", "--pull", "never", "nightshift")
-        assert ready()["status"] == "ok"
+        assert ready(f"http://127.0.0.1:{port}")["status"] == "ok"
         name = compose("ps", "-q", "nightshift").strip()
         state = json.loads(run("podman", "inspect", name))[0]
         assert state["HostConfig"]["ReadonlyRootfs"] is True

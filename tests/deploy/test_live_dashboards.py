@@ -63,6 +63,7 @@ async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(2400)
 def test_every_query_returns_data_while_a_run_on_the_real_parts_goes_on(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model")
     job = write_job(
@@ -78,16 +79,16 @@ def test_every_query_returns_data_while_a_run_on_the_real_parts_goes_on(tmp_path
     with prometheus(tmp_path / "prometheus", tmp_path / "runs") as server:
         running = Running(job)
         try:
-            running.wait_for("step", step=3)
+            running.wait_for("step", timeout_s=900, step=3)
             began, missing = time.time(), wanted
-            while (missing := server.unanswered(missing)) and time.time() < began + 300:
+            while (missing := server.unanswered(missing)) and time.time() < began + 600:
                 time.sleep(1.0)
             if folder := os.environ.get("NIGHTSHIFT_DASHBOARD_IMAGES"):
                 time.sleep(60)  # what is drawn shows a minute
                 draw(server, Path(folder), began)
         finally:
             running.interrupt()
-            ended = running.finish(300)
+            ended = running.finish(600)
     assert missing == [], "no data within the run"
     assert ended.code == 130, ended.output
 

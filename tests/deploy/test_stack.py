@@ -28,7 +28,7 @@ from tests.fixtures.tiny_model import build_tiny_model
 from tests.integration.run.jobs import write_job
 
 __all__ = ["engine"]  # a fixture
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(3600)]  # the build of the image in it
 IMAGE = "localhost/nightshift/ray:test"
 PROJECT = "nightshift-stack"
 ROLES = ("rollout", "trainer", "scorers")
@@ -132,6 +132,7 @@ def compose(ray_image: str, engine: dict[str, str], tmp_path: Path) -> Iterator[
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    call("down", "-v", "-t", "5")  # what a killed attempt has left
     try:
         yield call
     finally:
