@@ -24,8 +24,8 @@ WORKDIR /src/requirements
 # The lock holds DeepSpeed's version; it is built from source for its operators.
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --no-deps "$(grep -m1 -E '^setuptools==' cpu.txt || echo 'setuptools>=77')" wheel==0.45.1 \
-    && for lock in ${LOCKS}; do grep -vE '^deepspeed==' "${lock}" > "/tmp/${lock}"; \
-         /opt/venv/bin/pip install --no-cache-dir --no-deps -r "/tmp/${lock}"; done \
+    && for lock in ${LOCKS}; do grep -vE '^deepspeed==' "${lock}" > "/tmp/${lock}" \
+         && /opt/venv/bin/pip install --no-cache-dir --no-deps -r "/tmp/${lock}" || exit 1; done \
     && PATH="/opt/venv/bin:${PATH}" env ${DS_OPS} /opt/venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation \
          --no-binary deepspeed "$(grep -hE '^deepspeed==' ${LOCKS})" \
     && find /opt/venv -name __pycache__ -prune -exec rm -rf {} +

@@ -95,7 +95,7 @@ class Pod:
     def __init__(self, document: dict[str, Any], file: Path) -> None:
         file.write_text(yaml.safe_dump(document))
         self._file = str(file)
-        self._pod = f"{document['metadata']['name']}-pod"  # as podman calls it
+        self._name = document["metadata"]["name"]
         specification = document["spec"]["template"]["spec"]
         self._volumes = [
             volume.get("persistentVolumeClaim", {}).get("claimName", volume["name"])
@@ -103,7 +103,7 @@ class Pod:
             if "hostPath" not in volume
         ]
         (container,) = specification["containers"]
-        self.container = f"{self._pod}-{container['name']}"
+        self._container = str(container["name"])
         self.url = f"http://127.0.0.1:{container['ports'][0]['containerPort']}"
 
     def __enter__(self) -> Pod:
@@ -114,12 +114,23 @@ class Pod:
     def __exit__(self, *_: object) -> None:
         self._remove()
 
+    @property
+    def container(self) -> str:
+        """The container's name; podman calls it by the pod's name and its own."""
+        (name,) = (name for _, name in self._containers() if name.endswith(f"-{self._container}"))
+        return name
+
+    def _containers(self) -> list[tuple[str, str]]:
+        """(pod, container) of all that podman has made of this Deployment, in whatever attempt, the ended ones too."""
+        lines = run("podman", "ps", "-a", "--pod", "--format", "{{.PodName}} {{.Names}}").splitlines()
+        both = (line.split() for line in lines if line.startswith(f"{self._name}-pod"))
+        return [(pod, name) for pod, name in both]
+
     def _remove(self) -> None:
         run("podman", "play", "kube", "--down", self._file, check=False)
-        run("podman", "pod", "rm", "-f", "-t", "5", self._pod, check=False)
+        for pod in {pod for pod, _ in self._containers()}:
+            run("podman", "pod", "rm", "-f", "-t", "5", pod)
         run("podman", "volume", "rm", "-f", *self._volumes, check=False)
-        left = run("podman", "ps", "-a", "--format", "{{.Names}}").split()
-        assert self.container not in left, f"podman cannot remove {self.container}: podman pod rm -f {self._pod}"
 
 
 def deployment() -> dict[str, Any]:
