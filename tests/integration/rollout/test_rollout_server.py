@@ -276,11 +276,18 @@ def test_the_guard_stands_before_every_route(server):
         assert http.get("/health").status_code == 200
         assert http.get("/metrics").status_code == 200
         assert http.get("/version").status_code == 200
-        for path in ("/inference/v1/generate", "/pause", "/update_weights", "/collective_rpc", "/invocations"):
+        for path in (
+            "/inference/v1/generate",
+            "/pause",
+            "/sleep",
+            "/update_weights",
+            "/collective_rpc",
+            "/invocations",
+        ):
             assert http.post(path, json={}).status_code == 401
         assert http.post("/pause", headers={"Authorization": "Bearer wrong"}).status_code == 401
         http.headers["Authorization"] = f"Bearer {server.token}"
-        for path in ("/collective_rpc", "/invocations", "/v1/load_lora_adapter", "/tokenize", "/sleep", "//pause"):
+        for path in ("/collective_rpc", "/invocations", "/v1/load_lora_adapter", "/tokenize", "//pause", "//sleep"):
             assert http.post(path, json={}).status_code == 403
         assert http.get("/v1/models").json()["data"][0]["id"] == "policy"
         assert http.get("/is_paused").json() == {"is_paused": False}
