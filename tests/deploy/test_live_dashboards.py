@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,30 @@ REAL_PARTS = (
     *("vllm:", "ray_", "nightshift_kl_nats", "nightshift_entropy_nats", "nightshift_clip_fraction_ratio"),
     *("nightshift_ratio_max", "nightshift_trained_positions_total", "nightshift_reward_part_mean"),
 )
+#: What only a run has to show whose servers sleep, which those on a CPU cannot.
+SLEEP = ("nightshift_timing_sleep_seconds", "nightshift_timing_wake_seconds")
 #: What only a run with faults has to show.
 FAULTS = ('outcome="error"',)
 
 
-def of_real_parts(expr: str) -> bool:
-    return any(name in expr for name in REAL_PARTS)
+def names(expr: str, some: tuple[str, ...]) -> bool:
+    return any(name in expr for name in some)
 
 
-async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on(tmp_path: Path) -> None:
-    wanted = [expr for expr in QUERIES if not of_real_parts(expr)]
-    missing = list(wanted)
+def until_answered(server: Prometheus, missing: list[str]) -> Callable[[Job], Awaitable[None]]:
+    """Watches a run until each query was answered, and ends it; those that are left stay in the list."""
 
     async def watch(job: Job) -> None:
-        nonlocal missing
         while missing:
-            missing = await asyncio.to_thread(server.unanswered, missing)
+            missing[:] = await asyncio.to_thread(server.unanswered, missing)
             await asyncio.sleep(0.5)
         job.stop()
 
+    return watch
+
+
+async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on(tmp_path: Path) -> None:
+    missing = [expr for expr in QUERIES if not names(expr, REAL_PARTS + SLEEP)]
     settings: dict[str, Any] = {"resources": {"ports": {"metrics": 0}}, "trainer": {"test_freq": 2, "save_freq": 2}}
     with prometheus(tmp_path / "prometheus", tmp_path / "runs") as server:
         async with FakeRun(tmp_path, prompts=400, test_prompts=2, token_s=0.03, **settings) as run:
@@ -51,7 +57,7 @@ async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on
                 engine.faults.plan("503", "g0000006.1", times=1)
                 engine.faults.plan("positive_logprob", "g0000009.0", times=1)
                 engine.faults.plan("400", "g0000012.", times=2)
-            await run.run(watch=watch, limit_s=300.0)
+            await run.run(watch=until_answered(server, missing), limit_s=300.0)
         assert missing == [], "no data within the run"
         exemplars = server.get(
             "query_exemplars", query="nightshift_stage_seconds_bucket", start=time.time() - 300, end=time.time()
@@ -60,6 +66,16 @@ async def test_every_query_of_ours_returns_data_while_a_run_on_the_fakes_goes_on
         assert {series["seriesLabels"]["stage"] for series in exemplars} >= {"generate", "reward", "optimizer_step"}
         firing = {series["metric"]["alertname"] for series in server.query('ALERTS{alertstate="firing"}')}
         assert not firing & {"NightshiftLedgerOutOfBalance", "NightshiftNoUsableServer"}
+
+
+async def test_queries_of_sleep_return_data_while_servers_sleep_in_turns(tmp_path: Path) -> None:
+    missing = [expr for expr in QUERIES if names(expr, SLEEP)]
+    assert len(missing) == len(SLEEP)
+    settings: dict[str, Any] = {"rollout": {"sleep_mode": True}, "pipeline": {"max_staleness": 0}}
+    with prometheus(tmp_path / "prometheus", tmp_path / "runs") as server:
+        async with FakeRun(tmp_path, prompts=400, token_s=0.03, resources={"ports": {"metrics": 0}}, **settings) as run:
+            await run.run(watch=until_answered(server, missing), limit_s=300.0)
+        assert missing == [], "no data within the run"
 
 
 @pytest.mark.integration
@@ -75,7 +91,7 @@ def test_every_query_returns_data_while_a_run_on_the_real_parts_goes_on(tmp_path
         pipeline={"max_staleness": 1, "deterministic": False, "role_timeout_s": 120},
         resources={"runs_dir": str(tmp_path / "runs"), "device": "cpu", "ports": {"metrics": 0}},
     )
-    wanted = [expr for expr in QUERIES if not any(name in expr for name in FAULTS)]
+    wanted = [expr for expr in QUERIES if not names(expr, FAULTS + SLEEP)]
     with prometheus(tmp_path / "prometheus", tmp_path / "runs") as server:
         running = Running(job)
         try:
