@@ -102,6 +102,11 @@ def fault_of_references(values: Any) -> str | None:
     return None
 
 
+def texts(value: Any) -> Iterator[tuple[str, str]]:
+    """Path and value of each text of a document, such as ``("data.files[0]", "a.jsonl")``."""
+    return ((path, item) for path, item in _leaves(value, "") if isinstance(item, str))
+
+
 class _FaultError(Exception):
     pass
 

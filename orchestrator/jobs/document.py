@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from nightshift.config.plain import MOST_NODES, MOST_TEXT, fault_of_node, fault_of_numbers
+from nightshift.config.plain import MOST_NODES, MOST_TEXT, fault_of_node, fault_of_numbers, texts
 from nightshift.wire.errors import BadInputError
 
 _MAX_DEPTH = 12
@@ -50,13 +49,13 @@ def read_document(data: bytes, *, is_json: bool) -> dict[str, Any]:
         what = "empty" if value is None else "a list" if isinstance(value, list) else "plain text"
         raise DocumentError(f"the body is {what}, but must be a map of the job file's sections (name, model, ...)")
     _check_size(value)
-    for path, found in _texts(value, ""):
+    for path, found in texts(value):
         if "\0" in found:
             raise DocumentError(f"{path!r} holds a null character", problems=[(path, "must not hold null characters")])
     if fault := fault_of_numbers(value):
         raise DocumentError(f"{fault[0]!r} {fault[1]}", problems=[fault])
     resolved = resolve_references(value)
-    if sum(len(found) for _, found in _texts(resolved, "")) > MOST_TEXT:
+    if sum(len(found) for _, found in texts(resolved)) > MOST_TEXT:
         raise DocumentError("the references (${…}) of the body stand for more text than a job can hold")
     return resolved
 
@@ -185,14 +184,3 @@ def _check_size(value: Any) -> None:
         if not level:
             return
     raise DocumentError("the body is larger or nested deeper than a job can be")
-
-
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _texts(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for at, item in enumerate(value):
-            yield from _texts(item, f"{path}[{at}]")
-    elif isinstance(value, str):
-        yield path, value

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nightshift.config.files import CHAT_TEMPLATES, is_remote, local_files, reso
 from nightshift.config.functions import is_reference
 from nightshift.config.load import write_resolved
 from nightshift.config.messages import explain_all
+from nightshift.config.plain import texts
 from nightshift.config.suggest import dotted
 from nightshift.wire.errors import BadInputError
 from orchestrator.jobs.document import DocumentError
@@ -68,7 +69,7 @@ def validate(document: dict[str, Any]) -> JobSpec:
 
 def code_fields(spec: JobSpec) -> list[str]:
     """The fields by which a job brings something that is executed."""
-    found = [field for field, text in _texts(spec.model_dump(mode="json")) if _FUNCTION.search(text)]
+    found = [field for field, text in texts(spec.model_dump(mode="json")) if _FUNCTION.search(text)]
     modules = {  # of the server's, imported by name
         "algorithm.estimator": spec.algorithm.estimator,
         "algorithm.policy_loss": spec.algorithm.policy_loss,
@@ -175,7 +176,7 @@ def check_hosts(spec: JobSpec) -> list[tuple[str, str]]:
 def check_paths(spec: JobSpec, policy: Policy) -> list[tuple[str, str]]:
     """Fields that name a file of this machine which a submission may not name, with one sentence each."""
     problems = []
-    for field, text in _texts(spec.model_dump(mode="json")):
+    for field, text in texts(spec.model_dump(mode="json")):
         if field in _OWN or text.startswith(SCHEME) or not _is_local(field, text):
             continue
         path = Path(text.rpartition(":")[0] if _FUNCTION.search(text) else text)
@@ -234,17 +235,6 @@ def _within(path: Path, folder: Path) -> bool:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
         return False
-
-
-def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _texts(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for at, item in enumerate(value):
-            yield from _texts(item, f"{path}[{at}]")
-    elif isinstance(value, str):
-        yield path, value
 
 
 def _split(problem: str) -> tuple[str, str]:
