@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP,
 
 #: A log-prob may exceed 0 by rounding alone; more than this is a broken server.
 ROUNDING = 1e-4
+#: Beyond it a float32 is infinite, and an int32 holds no id.
+_LARGEST, _MOST_IDS = float(np.finfo(np.float32).max), 1 << 31
 
 
 class EngineAwayError(RoleError):
@@ -88,12 +89,16 @@ class Generated:
     finish_reason: str  # FINISH_ABORT: there is no end yet
 
 
-def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
+def parse_generated(answer: dict[str, Any], request_id: str, most: int | None = None) -> Generated:
     """Checks and reads the answer to a generate request.
 
+    Args:
+        most: tokens that were asked for; None: any number.
+
     Raises:
-        InvalidAnswerError: wrong request id, log-probs that are missing, null, positive or not one per token, ids that
-            disagree with the log-probs', version spans that leave a gap, an unknown finish reason.
+        InvalidAnswerError: wrong request id, more tokens than were asked for, log-probs that are missing, null,
+            positive or not one per token, ids that disagree with the log-probs', version spans that leave a gap, an
+            unknown finish reason.
         EngineAwayError: the server aborted the request.
     """
     answered = str(answer.get("request_id", ""))
@@ -106,16 +111,27 @@ def parse_generated(answer: dict[str, Any], request_id: str) -> Generated:
         if choice.get("finish_reason") not in (FINISH_STOP, FINISH_LENGTH):
             raise InvalidAnswerError(f"{request_id}: finish reason {choice.get('finish_reason')!r}", "finish_reason")
         ids = choice.get("token_ids") or []
-        if any(type(token) is not int or token < 0 for token in ids):
-            raise InvalidAnswerError(f"{request_id}: token ids {ids}", "token_ids")
+        if any(type(token) is not int or not 0 <= token < _MOST_IDS for token in ids):
+            raise InvalidAnswerError(f"{request_id}: token ids {str(ids)[:300]}", "token_ids")
+        check_length(request_id, len(ids), most)
         return Generated(
             response_ids=np.array(ids, dtype=np.int32),
             logprobs=_logprobs(choice, ids, request_id),
             versions=_spans(choice, len(ids), request_id),
             finish_reason=str(choice["finish_reason"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"{request_id}: malformed answer: {type(error).__name__}: {error}", "form") from error
+
+
+def check_length(request_id: str, tokens: int, most: int | None) -> None:
+    """Refuses more tokens than were asked for: the memory of a run is laid out for these, and an endless answer ends.
+
+    Raises:
+        InvalidAnswerError: there are more.
+    """
+    if most is not None and tokens > most:
+        raise InvalidAnswerError(f"{request_id}: {tokens} tokens, and {most} were asked for", "length")
 
 
 def _only_choice(answer: dict[str, Any], request_id: str) -> dict[str, Any]:
@@ -131,8 +147,8 @@ def _logprobs(choice: dict[str, Any], ids: list[int], request_id: str) -> Floats
         raise InvalidAnswerError(f"{request_id}: {len(content)} log-probs for {len(ids)} tokens", "logprobs")
     values = [entry.get("logprob") for entry in content]
     for value in values:
-        if not isinstance(value, int | float) or not math.isfinite(value) or value > ROUNDING:
-            raise InvalidAnswerError(f"{request_id}: log-prob {value!r}", "logprobs")
+        if not isinstance(value, int | float) or not -_LARGEST <= value <= ROUNDING:  # neither for a NaN
+            raise InvalidAnswerError(f"{request_id}: log-prob {str(value)[:40]}", "logprobs")
     if any(entry.get("token_id", token) != token for entry, token in zip(content, ids, strict=True)):
         raise InvalidAnswerError(f"{request_id}: log-probs of other tokens than the sampled ones", "logprobs")
     return np.minimum(np.array(values, dtype=np.float32), np.float32(0))

@@ -9,7 +9,7 @@ import numpy as np
 from nightshift.wire.errors import WireError
 from nightshift.wire.experience import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Floats, Ids, VersionSpan
 from nightshift.wire.frames import FINISH_ERROR, UNKNOWN_VERSION, Frame, FrameReader
-from orchestrator.runner.answers import ROUNDING, EngineAwayError, Generated, InvalidAnswerError
+from orchestrator.runner.answers import ROUNDING, EngineAwayError, Generated, InvalidAnswerError, check_length
 
 _ZERO = np.float32(0)
 #: As the methods of arrays, which ask for an axis, a place and a start first.
@@ -17,10 +17,15 @@ _least, _most = np.minimum.reduce, np.maximum.reduce
 
 
 class Collector:
-    """The response to one request, from the rollout route."""
+    """The response to one request, from the rollout route.
 
-    def __init__(self, request_id: str) -> None:
+    Args:
+        most: tokens that were asked for; None: any number.
+    """
+
+    def __init__(self, request_id: str, most: int | None = None) -> None:
         self._request_id = request_id
+        self._most = most
         self._reader = FrameReader()
         self._frames: list[Frame] = []
         self._tokens = 0
@@ -29,8 +34,8 @@ class Collector:
         """Takes bytes of the answer.
 
         Raises:
-            InvalidAnswerError: a frame is malformed, of another request, not the next one, or with log-probs or
-                versions that cannot be.
+            InvalidAnswerError: a frame is malformed, of another request, not the next one, beyond the tokens that were
+                asked for, or with log-probs or versions that cannot be.
         """
         try:
             frames = self._reader.feed(data)
@@ -38,6 +43,8 @@ class Collector:
             raise InvalidAnswerError(f"{self._request_id}: {error.message}", "form") from error
         for frame in frames:
             self._check(frame)
+            if not len(frame.ids) and not frame.last:
+                continue  # there may be any number of them
             self._frames.append(frame)
             self._tokens = frame.end
 
@@ -110,6 +117,7 @@ class Collector:
             raise InvalidAnswerError(f"{name}: a frame after the last one", "form")
         if frame.start != self._tokens:
             raise InvalidAnswerError(f"{name}: a frame from token {frame.start} after {self._tokens} tokens", "form")
+        check_length(name, frame.end, self._most)
         if len(frame.ids) and _least(frame.ids) < 0:
             raise InvalidAnswerError(f"{name}: a negative token id", "token_ids")
         if len(frame.logprobs) != len(frame.ids):

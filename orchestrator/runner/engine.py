@@ -177,7 +177,7 @@ class Engine:
                 )
         except TimeoutError as error:
             raise self._late(GENERATE, None) from error
-        return parse_generated(answer, request.request_id)
+        return parse_generated(answer, request.request_id, request.max_tokens)
 
     async def _draw(self, request: GenerateRequest, on_sent: Callable[[], None] | None) -> Generated:
         """Draws one sample by our own route."""
@@ -195,7 +195,7 @@ class Engine:
         headers = {"Content-Type": "application/msgpack"}
         if request.traceparent:
             headers["traceparent"] = request.traceparent
-        collector = Collector(request.request_id)
+        collector = Collector(request.request_id, request.max_tokens)
         try:
             status, text = await self._frames.stream(
                 ROUTE, codec.pack(body), headers, collector.feed, self._deadlines, on_sent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +27,9 @@ from orchestrator.runner.shaping import rewards_for, shape
 from orchestrator.runner.tensors import tensors_told
 from orchestrator.runner.together import together
 from orchestrator.runner.tracing import Tracing
+
+#: Largest size of a reward and its parts.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True)
@@ -335,25 +337,44 @@ def reward_inputs(prompt: Prompt, samples: Sequence[Sample]) -> list[RewardInput
 def combine_rewards(
     sample: Sample, names: Sequence[str], weights: Sequence[float], results: Sequence[dict[str, Any]]
 ) -> None:
-    """Sets the weighted sum of the rewards; a sample that one of them could not score is unscored, never 0."""
+    """Sets the weighted sum of the rewards; a sample that one of them could not score is unscored, never 0.
+
+    Raises:
+        NightshiftError: a score, a part of it or the sum is no finite number, or a result has another form.
+    """
     total = 0.0
     for name, weight, result in zip(names, weights, results, strict=True):
-        sample.reward_seconds = max(sample.reward_seconds, float(result.get("seconds", 0.0)))
-        for part, value in (result.get("parts") or {}).items():
-            sample.reward_parts[part if len(names) == 1 else f"{name}/{part}"] = float(value)
+        seconds, parts = result.get("seconds", 0.0), result.get("parts") or {}
+        if not isinstance(parts, dict):
+            raise _wrong_score(name, parts, sample, "a map of its parts")
+        sample.reward_seconds = max(sample.reward_seconds, _finite(name, seconds, sample))
+        for part, value in parts.items():
+            sample.reward_parts[part if len(names) == 1 else f"{name}/{part}"] = _finite(name, value, sample)
         score = result.get("score")
         if score is None:
             sample.reward = None
             sample.reward_error = f"{result.get('error_type') or 'none'}: {result.get('error', '')}".strip()
             return
-        if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
-            raise NightshiftError(
-                f"{name} answered {score!r} for {sample.sample_id}: expected a finite float", role="reward"
-            )
+        value = _finite(name, score, sample)
         if len(names) > 1:
-            sample.reward_parts[name] = float(score)
-        total += weight * float(score)
-    sample.reward = total
+            sample.reward_parts[name] = value
+        total += weight * value
+    sample.reward = _finite(" + ".join(names), total, sample)
+
+
+def _finite(name: str, value: Any, sample: Sample) -> float:
+    """A number that a reward answered with: what float32 holds, since squares of it are taken in float64."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        raise _wrong_score(name, value, sample, "a finite float")
+    return float(value)
+
+
+def _wrong_score(name: str, value: Any, sample: Sample, wanted: str) -> NightshiftError:
+    return NightshiftError(
+        f"{name} answered {str(value)[:80] if not isinstance(value, str) else repr(value[:80])} for "
+        f"{sample.sample_id}: expected {wanted}",
+        role="reward",
+    )
 
 
 def start_group_span(

@@ -10,13 +10,17 @@ from typing import Any
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
 
 from nightshift.wire import codec, listen
 from nightshift.wire.errors import RoleError, RoleTimeoutError, WireError
 from nightshift.wire.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from orchestrator.runner.answers import ROUNDING
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 30.0
+#: Roles whose values are log-probs of tokens.
+LOG_PROB_ROLES = frozenset({"reference", "teacher"})
 #: Codes after which the call may be made again: the scorer restarts (and cancels what it is at), or its queue is
 #: full.
 _AGAIN = frozenset(
@@ -177,7 +181,8 @@ class ScorerClient:
 
     def _check(self, results: Any, samples: Sequence[Any]) -> list[dict[str, Any]]:
         wanted = [sample["id"] for sample in samples]
-        got = [result.get("id") for result in results] if isinstance(results, list) else None
+        maps = isinstance(results, list) and all(isinstance(result, dict) for result in results)
+        got = [result.get("id") for result in results] if maps else None
         if got != wanted:
             count = len(got) if got is not None else 0
             raise RoleError(
@@ -220,14 +225,25 @@ def require_ids(result: dict[str, Any], sample: dict[str, Any], role: str) -> No
     """Checks that a sequence result belongs to the sampled tokens and can be used.
 
     Raises:
-        WireError: the number of values, or the echoed ids, differ from the response's, or a value is no finite number.
+        WireError: the number of values, or the echoed ids, differ from the response's, a value is no finite number, or
+            a log-prob is positive.
     """
     tokens = len(sample["response_ids"])
-    values = np.asarray(result.get("logprobs", ()))
+    values = _array(result.get("logprobs", ()))
     if values.shape != (tokens,):
         raise WireError(f"{values.size} log-probs for {tokens} tokens of {sample['id']}", role=role)
-    if values.dtype.kind not in "fiu" or not np.isfinite(values).all():
+    if values.dtype.kind not in "fiu" or not (np.abs(values) <= np.finfo(np.float32).max).all():
         raise WireError(f"a log-prob of {sample['id']} is no finite number", role=role)
+    if role in LOG_PROB_ROLES and (values > ROUNDING).any():  # a critic's values may be anything
+        raise WireError(f"a log-prob of {sample['id']} is positive: {values.max():.3g}", role=role)
     echoed = result.get("token_ids")
-    if echoed is not None and list(echoed) != list(sample["response_ids"]):
+    if echoed is not None and not np.array_equal(_array(echoed), np.asarray(sample["response_ids"])):
         raise WireError(f"log-probs of other tokens than those of {sample['id']}", role=role)
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """Whatever a scorer answered as an array; what is none is one without a shape."""
+    try:
+        return np.asarray(value)
+    except (OverflowError, TypeError, ValueError):
+        return np.asarray(None)

@@ -154,6 +154,21 @@ async def test_o29_o31_no_broken_answer_is_trained_on_whatever_the_route(
             assert sample.response_ids.tolist() == [7 + at for at in range(12)]
 
 
+@pytest.mark.parametrize(("route", "tokens"), [(True, 9), (True, 1_000_000), (False, 9)])
+async def test_o29_an_answer_beyond_what_was_asked_for_is_refused(tmp_path: Path, route: bool, tokens: int) -> None:
+    """A million tokens stand for an endless stream: what was asked for is all that is taken in of it."""
+    settings = {"rollout": {"max_response_length": 8, "flush_tokens": 2}}
+    async with FakeRun(tmp_path, prompts=4, route=route, **settings) as run:
+        endless = run.engine.faults.plan(f"long@{tokens}", times=2)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=2, staleness=1)
+        assert endless.used == 2
+        assert totals(run, "rollout/rejected/length") == 2
+        assert balance(run) == {"issued": 4, "trained": 4}
+        long = [request for request in run.samples() if request.fault == f"long@{tokens}"]
+        assert all(len(request.tokens) < 100_000 for request in long)
+
+
 def shortest(run: FakeRun) -> int:
     """Tokens of the prompts, which are all of one length here."""
     return min(len(request.prompt_ids) for request in run.samples())
@@ -275,9 +290,18 @@ async def test_log_probs_of_the_reference_that_do_not_fit_are_rejected(tmp_path:
         assert cause in run.error()
 
 
-async def test_one_wrong_answer_of_a_scorer_costs_its_group_and_not_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("application", "fault"),
+    [
+        *(("reward", fault) for fault in ("count", "other_group", "not_finite", "huge", "no_maps", "no_parts")),
+        *(("reference", fault) for fault in ("count", "other_group", "no_maps", "no_ids", "positive", "nan")),
+    ],
+)
+async def test_one_wrong_answer_of_a_scorer_costs_its_group_and_not_the_run(
+    tmp_path: Path, application: str, fault: str
+) -> None:
     async with FakeRun(tmp_path, prompts=12, scorers={"batch_samples": 1}, trainer={"total_steps": 4}) as run:
-        run.scorers.faults.plan("count", "reward", times=1, skip=2)
+        run.scorers.faults.plan(fault, application, times=1, skip=2)
         assert await run.run() == 0, run.error()
         audit(run, steps=4, staleness=1)
         assert balance(run) == {"issued": 9, "trained": 8, "failed": 1}

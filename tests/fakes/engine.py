@@ -453,6 +453,8 @@ class FakeEngine(Sleeper):
         previous = key[-1]
         if fault and fault.kind == "empty":
             return "stop"
+        if (long := tokens_before(fault, "long")) >= 0:
+            limit, stops, scripted = long, set(), None
         while len(ids) < limit:
             await self._go.wait()
             if self.frozen or self.silent:

@@ -49,7 +49,8 @@ class FakeScorers(scorer_pb2_grpc.ScorerServiceServicer):
 
     Faults by application: ``unavailable``, ``cancel``, ``internal``, ``refuse``, ``slow`` (``delay``), ``hang``,
     ``count`` (one result too few), ``order`` (reversed), ``garbage``, ``unscored`` (the first sample of the call),
-    ``not_finite``, ``short`` (reference: one value too few), ``nan`` (reference).
+    ``not_finite``, ``huge``, ``other_group`` (ids of another group), ``no_maps``, ``no_parts`` (neither is a map);
+    of the reference ``short`` (one value too few), ``nan``, ``positive``, ``no_ids`` (the echo is none).
 
     Attributes:
         reward: score of a sample, from the map of RewardInput.
@@ -152,6 +153,18 @@ def _spoil(results: Results, fault: str) -> Results:
             results[0] |= {"score": None, "error_type": "raised", "error": "ZeroDivisionError: division by zero"}
         case "not_finite":
             results[0]["score"] = float("nan")
+        case "huge":
+            results[0]["score"] = 1e300
+        case "other_group":
+            return [result | {"id": "g9999999." + str(result["id"]).partition(".")[2]} for result in results]
+        case "no_maps":
+            return [0.5 for _ in results]  # type: ignore[misc]
+        case "no_parts":
+            results[0]["parts"] = 7
+        case "no_ids":
+            results[0]["token_ids"] = 7
+        case "positive":
+            results[0]["logprobs"] = -results[0]["logprobs"] + np.float32(0.1)
         case "short":
             results[0]["logprobs"] = results[0]["logprobs"][:-1]
         case "nan":

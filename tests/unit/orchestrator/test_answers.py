@@ -50,7 +50,7 @@ def test_o34_an_empty_response_is_valid() -> None:
     assert generated.versions == []
 
 
-@pytest.mark.parametrize("value", [None, 0.3, math.nan, -math.inf, "-0.5"])
+@pytest.mark.parametrize("value", [None, 0.3, math.nan, -math.inf, "-0.5", -1e300, -(10**400), 10**400])
 def test_o31_a_broken_log_prob_is_refused(value: Any) -> None:
     with pytest.raises(InvalidAnswerError, match="log-prob") as caught:
         parse_generated(answer([4, 5], [-0.5, value]), ID)
@@ -65,11 +65,14 @@ def test_o31_a_broken_log_prob_is_refused(value: Any) -> None:
         ({"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 2}}, "logprobs"),
         ({"token_ids": [4, -5]}, "token_ids"),
         ({"token_ids": [4, 5.0]}, "token_ids"),
+        ({"token_ids": [4, 1 << 31]}, "token_ids"),
+        ({"token_ids": [4, 10**400]}, "token_ids"),
         ({"weight_versions": []}, "versions"),
         ({"weight_versions": None}, "versions"),
         ({"weight_versions": [{"version": "v", "start": 0, "end": 1}]}, "versions"),
         ({"weight_versions": [{"version": "v", "start": 1, "end": 2}]}, "versions"),
         ({"weight_versions": [{"version": "v", "start": 0}]}, "form"),
+        ({"weight_versions": [{"version": "v", "start": 0, "end": math.inf}]}, "form"),
         ({"weight_versions": 7}, "form"),
         ({"finish_reason": "error"}, "finish_reason"),
         ({"finish_reason": None}, "finish_reason"),
@@ -80,6 +83,13 @@ def test_malformed_choices_are_refused_by_kind(changes: dict[str, Any], kind: st
         parse_generated(answer([4, 5], [-0.5, -0.5], **changes), ID)
     assert caught.value.kind == kind
     assert caught.value.role == "rollout"
+
+
+def test_no_more_tokens_are_taken_than_were_asked_for() -> None:
+    assert len(parse_generated(answer([4, 5], [-0.5, -0.5]), ID, 2).response_ids) == 2
+    with pytest.raises(InvalidAnswerError, match="2 tokens, and 1 were asked for") as caught:
+        parse_generated(answer([4, 5], [-0.5, -0.5]), ID, 1)
+    assert caught.value.kind == "length"
 
 
 @pytest.mark.parametrize("request_id", ["generate-tokens-run.g0000001.0.1", "", None, 7])
@@ -102,7 +112,12 @@ def test_an_aborted_request_may_be_made_again() -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.sampled_from([1 << 31, 1 << 63, -(10**400), 10**400])
+    | st.floats()
+    | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["logprob", "token_id", "end"]), inner),
     max_leaves=8,
 )
@@ -125,5 +140,5 @@ def test_no_answer_breaks_the_reader(changes: dict[str, Any]) -> None:
     except (InvalidAnswerError, EngineAwayError):
         return
     assert len(generated.response_ids) == len(generated.logprobs)
-    assert (generated.logprobs <= 0).all()
+    assert (np.isfinite(generated.logprobs) & (generated.logprobs <= 0)).all()
     assert not len(generated.response_ids) or generated.versions[-1].end == len(generated.response_ids)

@@ -46,6 +46,22 @@ def test_a_response_is_its_frames() -> None:
     assert made.finish_reason == "stop"
 
 
+def test_an_endless_answer_ends_with_the_tokens_that_were_asked_for() -> None:
+    collector = Collector(ID, 5)
+    collector.feed(pack_frame(frame(0, 3)))
+    for _ in range(1000):  # says nothing, as often as it likes
+        collector.feed(pack_frame(frame(3, 0)))
+    assert len(collector._frames) == 1
+    with pytest.raises(InvalidAnswerError, match="6 tokens, and 5 were asked for") as caught:
+        collector.feed(pack_frame(frame(3, 3)))
+    assert caught.value.kind == "length"
+    partial = collector.partial()
+    assert partial is not None
+    assert partial.response_ids.tolist() == [0, 1, 2]
+    collector.feed(pack_frame(frame(3, 2, finish="length")))
+    assert len(collector.finish().response_ids) == 5
+
+
 def test_o34_an_empty_response_is_valid() -> None:
     made = collect(frame(0, 0, finish="stop", engine_versions=[])).finish()
     assert (len(made.response_ids), len(made.logprobs), made.versions) == (0, 0, [])

@@ -41,12 +41,38 @@ def test_o36_one_missing_score_leaves_the_sample_unscored() -> None:
     assert sample.reward_error == "timeout: took longer than 1 s"
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, "0.7", True, [1]])
+@pytest.mark.parametrize("score", [math.nan, math.inf, "0.7", True, [1], 1e39, -(10**400)])
 def test_o36_a_score_that_is_no_finite_number_is_an_error_with_its_value(score: Any) -> None:
     with pytest.raises(NightshiftError) as caught:
         combine_rewards(make_sample(), ["accuracy"], [1.0], [scored(score)])
-    assert f"accuracy answered {score!r} for g0.0: expected a finite float" in str(caught.value)
+    assert f"accuracy answered {repr(score)[:80]} for g0.0: expected a finite float" in str(caught.value)
     assert caught.value.role == "reward"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parts": 7},
+        {"parts": ["a"]},
+        {"parts": {"a": math.nan}},
+        {"parts": {"a": "0.5"}},
+        {"parts": {"a": None}},
+        {"parts": {"a": 10**400}},
+        {"seconds": "0.1"},
+        {"seconds": None},
+        {"seconds": -math.inf},
+    ],
+)
+def test_a_result_of_another_form_is_an_error_with_its_value(fields: dict[str, Any]) -> None:
+    with pytest.raises(NightshiftError, match=r"accuracy answered .* for g0\.0: expected"):
+        combine_rewards(make_sample(), ["accuracy"], [1.0], [scored(0.5, **fields)])
+
+
+def test_a_sum_that_no_float_holds_is_no_reward() -> None:
+    sample = make_sample(reward=None)
+    with pytest.raises(NightshiftError, match="expected a finite float"):
+        combine_rewards(sample, ["a", "b"], [10.0, 1.0], [scored(3e38), scored(0.0)])
+    assert sample.reward is None
 
 
 SAMPLE = {"id": "g0.0", "response_ids": [4, 5, 6]}
@@ -59,9 +85,16 @@ SAMPLE = {"id": "g0.0", "response_ids": [4, 5, 6]}
         {"logprobs": [-1.0, -1.0, math.nan]},
         {"logprobs": [-1.0, None, -1.0]},
         {"logprobs": [[-1.0], [-1.0], [-1.0]]},
+        {"logprobs": [[-1.0], [-1.0, -2.0], -1.0]},
+        {"logprobs": [-1.0, -1e39, -1.0]},
+        {"logprobs": [-1, -(10**400), -1]},
+        {"logprobs": 7},
+        {"logprobs": [-1.0, 0.3, -1.0]},
         {},
         {"logprobs": [-1.0] * 3, "token_ids": [4, 5, 7]},
         {"logprobs": [-1.0] * 3, "token_ids": [4, 5]},
+        {"logprobs": [-1.0] * 3, "token_ids": 4},
+        {"logprobs": [-1.0] * 3, "token_ids": [[], 5, 6]},
     ],
 )
 def test_reference_results_must_fit_the_sampled_tokens(result: dict[str, Any]) -> None:
@@ -73,6 +106,8 @@ def test_reference_results_must_fit_the_sampled_tokens(result: dict[str, Any]) -
 def test_reference_results_that_fit_pass() -> None:
     require_ids({"logprobs": [-1.0] * 3}, SAMPLE, "reference")
     require_ids({"logprobs": [-1.0] * 3, "token_ids": [4, 5, 6]}, SAMPLE, "reference")
+    require_ids({"logprobs": [-1.0, 0.0, 1e-6]}, SAMPLE, "teacher")
+    require_ids({"logprobs": [-1.0, 7.5, 0.0]}, SAMPLE, "critic")
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 64))
