@@ -26,10 +26,10 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
     rollout = spec.rollout
     if spec.resources.agents.trainer is not None:
         return "http"
-    ipc = device == "cuda" and rollout.own_servers == 1
+    ipc = device == "cuda" and rollout.own_servers > 0
     if rollout.weight_transfer == "ipc" and not ipc:
         raise BadInputError(
-            "rollout.weight_transfer is ipc, which needs one server that is started on a CUDA device of the trainer's "
+            "rollout.weight_transfer is ipc, which needs servers that are started on CUDA devices of the trainer's "
             "machine",
             role="rollout",
             fix="Set it to auto",

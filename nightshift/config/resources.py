@@ -55,7 +55,8 @@ class ResourcesConfig(Section):
     """CPU cores of the trainer; null: the second one, or the first where there is only one (CPU only)."""
 
     rollout_gpu: int | None = Field(default=None, ge=0)
-    """CUDA device of the vLLM server; null: the first one that the trainer leaves free, else the trainer's first."""
+    """CUDA device of all vLLM servers; null: each has one of those that the trainer leaves free, in turn, or all have
+    the trainer's first."""
 
     trainer_gpus: list[int] | None = None
     """CUDA devices of the trainer's ranks, by rank; null: the first ones."""

@@ -78,8 +78,8 @@ class RolloutConfig(Section):
 
     weight_transfer: Literal["auto", "shared_memory", "http", "ipc"] = "auto"
     """How published weights reach the servers: a file in ``resources.weight_store``, a download from the trainer's side
-    (no shared folder is needed), or CUDA IPC; auto: IPC to one server on the same GPUs, HTTP to servers elsewhere or
-    of a fleet."""
+    (no shared folder is needed), or CUDA IPC; auto: IPC to servers that are started on GPUs of this machine, HTTP to
+    servers elsewhere or of a fleet."""
 
     dtype: DType = "float32"
     """Precision of the server. A bfloat16 server rounds away updates below half a step of the weight."""

@@ -267,6 +267,10 @@ class Fleet:
             return 0.0  # asked back meanwhile: whoever is lent next is brought to these weights first
         return await self._wait_for_return(publication, str(away[0]) if away else "all servers are away")
 
+    async def release(self) -> None:
+        """Before the trainer publishes: see :meth:`Published.release`."""
+        await self._published.release(server.pushing for server in self._roster)
+
     async def sleep(self) -> float:
         """Has all servers give their GPU memory back until the next publication; returns the seconds that it took.
 

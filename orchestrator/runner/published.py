@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,7 +15,7 @@ class Published:
     """Versions in the order of their publication.
 
     Attributes:
-        current: the last one; None: there is none yet.
+        current: the last one; None: there is none yet, or the next one is about to take its place.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,22 @@ class Published:
         """Makes a publication the current one."""
         self.current = publication
         self._order.setdefault(publication.version, len(self._order))
+
+    async def release(self, pushing: Iterable[asyncio.Lock]) -> None:
+        """Before a publication that overwrites the present one where it lies, as those inside GPUs do.
+
+        No server is brought to the present one any more, and those that are being brought to it are waited for: they
+        read it, and each phase of a push has a deadline.
+
+        Args:
+            pushing: of all servers; held while weights are brought to one.
+        """
+        if self.current is None or self.current.backend == "safetensors":
+            return
+        self.current = None
+        for lock in pushing:
+            async with lock:
+                pass
 
     def place(self, version: str) -> int:
         """Place of a version in the order; -1: it was never published by this process."""

@@ -402,6 +402,7 @@ class Stepper:
 
     async def _publish(self, groups: Sequence[Group] = ()) -> Publication:
         version = str(self.lineage.version(self.step))
+        await self._fleet.release()
         span = self._tracing.job_span(
             "publish", role="trainer", links=[group.span for group in groups], policy_version=version
         )

@@ -46,7 +46,7 @@ class RankConfig:
     gpus: tuple[int, ...] = ()  # CUDA devices of the ranks, by rank; empty: what Ray gives
     role: str = "trainer"  # "trainer" (the policy) or "critic"
     takes_turns: bool = False  # with servers that sleep: memory that no tensor holds is given back at a publication
-    rollout_gpu: int | None = None  # CUDA device of the server, to which "ipc" publishes; None: rank 0's
+    rollout_gpus: tuple[int, ...] = ()  # CUDA devices of the servers, to which "ipc" publishes; empty: rank 0's
 
     def __post_init__(self) -> None:
         if self.zero_stage == 0 and self.dtype == "bfloat16":
@@ -58,6 +58,17 @@ class RankConfig:
             )
         if self.autocast and self.dtype != "float32":
             raise BadInputError("trainer.autocast needs trainer.dtype float32", role="trainer")
+
+    def seen_gpus(self, rank: int) -> list[int]:
+        """CUDA devices that a rank sees, in the order in which it counts them: its own, and to rank 0 the servers'."""
+        return list(dict.fromkeys([self.gpus[rank], *(self.rollout_gpus if rank == 0 else ())]))
+
+    def publishes_to(self) -> list[int]:
+        """Devices that "ipc" publishes to, as rank 0 counts them."""
+        if not self.gpus or not self.rollout_gpus:
+            return [0]
+        seen = self.seen_gpus(0)
+        return [seen.index(gpu) for gpu in self.rollout_gpus]
 
     @classmethod
     def for_critic(cls, spec: JobSpec, device: str, gpus: Placement | None = None) -> Self:
@@ -85,7 +96,7 @@ class RankConfig:
             weight_backend="safetensors",
             compile=False,
             gpus=own.gpus[: critic.ranks],
-            rollout_gpu=None,
+            rollout_gpus=(),
         )
 
     @classmethod
@@ -126,5 +137,5 @@ class RankConfig:
             compile=cuda if trainer.compile is None else trainer.compile,
             gpus=gpus.trainer if gpus and cuda else (),
             takes_turns=spec.rollout.sleep_mode and cuda,
-            rollout_gpu=gpus.rollout if gpus and cuda else None,
+            rollout_gpus=tuple(dict.fromkeys(gpus.servers(spec.rollout.servers))) if gpus and cuda else (),
         )

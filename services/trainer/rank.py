@@ -235,9 +235,10 @@ class TrainerRank:
     def _publish_on_device(self) -> Publication | None:
         partitioned = self.config.zero_stage == 3
         if self._shared is None:
-            # The server's device is the last one that this process sees; ranks other than 0 keep nothing.
-            device = torch.device("cuda", torch.cuda.device_count() - 1) if self.rank == 0 else torch.device("meta")
-            self._shared = SharedWeights(self.policy, DTYPES[self.config.rollout_dtype], device, partitioned)
+            devices = [torch.device("cuda", at) for at in self.config.publishes_to()]
+            if self.rank:  # keeps nothing
+                devices = [torch.device("meta")]
+            self._shared = SharedWeights(self.policy, DTYPES[self.config.rollout_dtype], devices, partitioned)
         if self.rank == 0:
             return self._shared.publish()
         if partitioned:

@@ -42,11 +42,9 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
     if config.compile:
         values["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # processes, by default one for each core
     if config.gpus:
-        # Its own device, and to rank 0 the one that weights are published to. Ray counts devices and chooses none.
-        seen = [config.gpus[rank], *([config.rollout_gpu] if rank == 0 and config.rollout_gpu is not None else [])]
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible_names(list(dict.fromkeys(seen)), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        )
+        # Its own device, and to rank 0 those that weights are published to. Ray counts devices and chooses none.
+        seen = config.seen_gpus(rank)
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names(seen, os.environ.get("CUDA_VISIBLE_DEVICES")))
         values["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     if config.device == "cpu":
         values |= {

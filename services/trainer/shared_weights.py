@@ -1,9 +1,11 @@
-"""Publication of weights inside the GPU: one buffer that a server process on the same device maps by CUDA IPC.
+"""Publication of weights inside GPUs: a buffer on each device that has servers, which these map by CUDA IPC.
 
 The buffer holds a copy, so that what a server reads stays as it was published while the next step changes the
 parameters. It lies on the server's device, which need not be the trainer's: the copy crosses between the two then.
+Each tensor has a handle for each device, by the device's UUID: a server takes that of its own, so that one
+``update_info`` serves all of them.
 The form of ``update_info`` is that of vLLM's "ipc" engine without its ``packed`` flag, which versions 0.26 to 0.33 take
-alike: one handle a tensor. All are views of one allocation, which the server opens once.
+alike: one handle a tensor. All are views of one allocation a device, which a server opens once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,14 +34,14 @@ class SharedWeights:
     Args:
         policy: the trained module.
         dtype: precision in which the weights are published.
-        device: CUDA device of the server.
+        devices: of the servers, each once.
         partitioned: whether the parameters are spread over the ranks (ZeRO stage 3).
 
     Raises:
-        RoleError: the device has no room for the copy.
+        RoleError: a device has no room for its copy.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype, device: torch.device, partitioned: bool) -> None:
+    def __init__(self, policy: Policy, dtype: torch.dtype, devices: Sequence[torch.device], partitioned: bool) -> None:
         self._policy = policy
         self._partitioned = partitioned
         self._published = False
@@ -51,14 +54,8 @@ class SharedWeights:
         for shape in shapes.values():
             offsets.append(end)
             end += math.ceil(math.prod(shape) / _ALIGNMENT) * _ALIGNMENT
-        try:
-            self._flat = torch.zeros(end, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            raise RoleError(
-                f"there is no room on {device} for the published weights ({end * dtype.itemsize >> 20} MiB)",
-                role="trainer",
-                fix="Lower rollout.kv_cache_gib or trainer.max_tokens_per_micro_batch",
-            ) from error
+        self._flats = [_buffer(end, dtype, device) for device in devices]
+        self._flat = self._flats[0]
         self._views = {
             name: self._flat[offset : offset + math.prod(shape)].view(shape)
             for (name, shape), offset in zip(shapes.items(), offsets, strict=True)
@@ -99,8 +96,11 @@ class SharedWeights:
                     changed += torch.count_nonzero(value != view)
                     view.copy_(value)
         share = float(changed) / max(1, sum(view.numel() for view in self._views.values()))
-        if self._flat.is_cuda:
-            torch.cuda.synchronize(self._flat.device)  # a reader in another process knows nothing of this stream
+        for other in self._flats[1:]:
+            other.copy_(self._flat, non_blocking=True)
+        for flat in self._flats:
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)  # a reader in another process knows nothing of this stream
         first, self._published = not self._published, True
         return 1.0 if first else share
 
@@ -109,15 +109,30 @@ class SharedWeights:
         from torch.multiprocessing.reductions import reduce_tensor
 
         # Exported once: each export adds a layer of reference counting to the allocation that never goes away.
-        _, arguments = reduce_tensor(self._flat)
-        uuid = str(torch.cuda.get_device_properties(self._flat.device).uuid)
-        handles = [{uuid: view_arguments(arguments, view, self._offsets[name])} for name, view in self._views.items()]
+        exported = {
+            str(torch.cuda.get_device_properties(flat.device).uuid): reduce_tensor(flat)[1] for flat in self._flats
+        }
+        handles = [
+            {uuid: view_arguments(arguments, view, self._offsets[name]) for uuid, arguments in exported.items()}
+            for name, view in self._views.items()
+        ]
         return {
             "names": list(self._views),
             "dtype_names": [str(view.dtype).removeprefix("torch.") for view in self._views.values()],
             "shapes": [list(view.shape) for view in self._views.values()],
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
+
+
+def _buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return torch.zeros(elements, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise RoleError(
+            f"there is no room on {device} for the published weights ({elements * dtype.itemsize >> 20} MiB)",
+            role="trainer",
+            fix="Lower rollout.kv_cache_gib or trainer.max_tokens_per_micro_batch",
+        ) from error
 
 
 def view_arguments(arguments: tuple[Any, ...], view: Tensor, offset: int) -> tuple[Any, ...]:

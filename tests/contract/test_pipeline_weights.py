@@ -178,6 +178,28 @@ async def test_a_server_that_dies_during_a_push_is_waited_for(tmp_path: Path) ->
         assert balance(run) == {"issued": 12, "trained": 12}
 
 
+async def test_weights_inside_a_gpu_stay_as_they_are_while_a_slow_server_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next publication overwrites them where they lie, so that it waits for a push that came late."""
+    monkeypatch.setattr("orchestrator.runner.fleet._LEAST_GRACE_S", 0.01)
+    run = FakeRun(tmp_path, prompts=16, servers=2, token_s=0.001)
+    run.trainer.backend = "ipc"
+    publish, taking = run.trainer.Publish, []
+
+    async def watched(request: Any, context: Any) -> Any:
+        taking.append([engine._session is not None for engine in run.engines])
+        return await publish(request, context)
+
+    monkeypatch.setattr(run.trainer, "Publish", watched)
+    async with run:
+        run.engines[1].route_faults.plan("slow", "/update_weights", times=4, skip=1, delay=0.5)
+        assert await run.run() == 0, run.error()
+        audit(run, steps=8, staleness=1)
+        assert taking == [[False, False]] * 9
+        assert any("rollout-1 is left out" in text for text in run.warnings())
+
+
 async def test_a_server_that_is_not_up_yet_at_the_start_is_waited_for(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=4) as run:
         await run.engine.kill()

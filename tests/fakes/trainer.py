@@ -64,6 +64,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, store: Path) -> None:
         self.store = store
         self.faults = Faults()
+        self.backend = "safetensors"  # that each publication says of itself
         self.changed_fraction = 1.0  # of the weights, that each publication says of itself
         self.weights = policy.base_bias()
         self.version = ""
@@ -225,7 +226,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             for item in codec.unpack(request.probe)
         ]
         return trainer_pb2.PublishResponse(
-            backend="safetensors",
+            backend=self.backend,
             update_info=codec.pack({"path": name}),
             digest="0" * 64,
             bytes=self.weights.nbytes,

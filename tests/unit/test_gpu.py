@@ -186,3 +186,17 @@ def test_published_weights_lie_on_the_servers_device() -> None:
     assert "published weights" in parts[1]
     assert "trainer" not in parts[1]
     assert "server" not in parts[0]
+
+
+def test_published_weights_lie_once_on_each_device_that_has_servers() -> None:
+    weights = SHAPE.parameters * 2
+    spread = gpu_memory(job(rollout={"dtype": "bfloat16", "servers": 5}), SHAPE, Placement(1, (0,), (2,)))
+    assert {gpu: parts.get("published weights", 0) > weights for gpu, parts in spread.items()} == {
+        0: False,
+        1: True,
+        2: True,
+    }
+    assert spread[1]["server's weights"] == 3 * weights
+    # Where the trainer is, it has its context anyway.
+    shared = gpu_memory(job(rollout={"dtype": "bfloat16", "servers": 2}), SHAPE, Placement(0, (0,)))
+    assert shared[0]["published weights"] == weights

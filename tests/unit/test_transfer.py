@@ -28,7 +28,9 @@ def spec(**rollout: Any) -> JobSpec:
     [
         ({}, "cpu", "shared_memory"),
         ({}, "cuda", "ipc"),
-        ({"servers": 2}, "cuda", "shared_memory"),
+        ({"servers": 8}, "cuda", "ipc"),
+        ({"servers": 2}, "cpu", "shared_memory"),
+        ({"servers": 2, "weight_transfer": "shared_memory"}, "cuda", "shared_memory"),
         ({"url": "http://127.0.0.1:8000"}, "cuda", "shared_memory"),
         ({"url": "http://gpu-7:8000"}, "cpu", "http"),
         ({"url": "http://gpu-7:8000", "weight_transfer": "shared_memory"}, "cpu", "shared_memory"),
@@ -45,10 +47,10 @@ def test_auto_takes_the_shortest_way_that_reaches_the_server(rollout: Any, devic
 
 
 @pytest.mark.parametrize(
-    ("rollout", "device"), [({}, "cpu"), ({"servers": 2}, "cuda"), ({"url": "http://127.0.0.1:1"}, "cuda")]
+    ("rollout", "device"), [({}, "cpu"), ({"servers": 2}, "cpu"), ({"url": "http://127.0.0.1:1"}, "cuda")]
 )
 def test_ipc_where_no_handle_reaches_is_refused(rollout: Any, device: Any) -> None:
-    with pytest.raises(BadInputError, match="weight_transfer is ipc, which needs one server"):
+    with pytest.raises(BadInputError, match="weight_transfer is ipc, which needs servers that are started on CUDA"):
         weight_transfer(spec(weight_transfer="ipc", **rollout), device)
 
 
