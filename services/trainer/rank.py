@@ -70,6 +70,8 @@ class TrainerRank:
         self.max_positions = int(getattr(model_config, "max_position_embeddings", 2**31))
         self.parameters = sum(p.numel() for p in self.policy.parameters())
         self.engine = Engine(self.policy, config, self.device)
+        if config.compile:
+            self._compile()
         self._shared: SharedWeights | None = None
         self._seen: list[dict[str, Any]] = []
 
@@ -77,6 +79,16 @@ class TrainerRank:
         """Reads the module that is trained, and finds out whether responses may share their prompt's row."""
         self.policy: Any = load_policy(self.config)
         self._share = not self.policy.packed and self.config.share_prompts and can_share(self.policy)
+
+    def _compile(self) -> None:
+        """Compiles what the first update would wait for a minute for, while other roles are still starting.
+
+        Two responses go through the model and back with a gradient of zero, which is forgotten.
+        """
+        ids = np.arange(8, dtype=np.int32) % self.vocab_size
+        logprobs, entropy = self._forward(self._batch([(ids, ids), (ids, ids[:5])]), 1.0)
+        self._backward((logprobs.sum() + entropy.sum()) * 0.0, 1.0)
+        self.discard()
 
     def accumulate(self, samples: Sequence[Sample], spec: LossSpec, loss_divisor: float = 1.0) -> PartSums:
         """Adds the gradient of a part of a batch.

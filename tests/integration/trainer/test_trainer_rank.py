@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nightshift.wire.experience import LossSpec, Sample, VersionSpan
@@ -281,6 +283,24 @@ def test_autocast_trains_and_exact_log_probs_leave_it_out(make: Make) -> None:
         assert (got == want["logprobs"]).all()
     assert any((a != b["logprobs"]).any() for a, b in zip(exact, rank.log_probs(items), strict=True))
     assert math.isfinite(rank.update(batch(), LossSpec(), 1e-2)["grad_norm"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_are_compiled_at_the_start_and_leave_no_trace_in_the_step(
+    make: Make, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The backend that traces and generates no code; the number of graphs is the same.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    graphs = counters["stats"]
+    settings = {"padding_free": packed, "share_prompts": False, "zero_stage": 2}
+    plain, before = make(**settings), graphs["unique_graphs"]
+    compiled, found = make(compile=True, **settings), graphs["unique_graphs"]
+    assert found > before
+    for seed in range(3):
+        wanted, got = (rank.update(batch(seed=seed), LossSpec(), 1e-2) for rank in (plain, compiled))
+        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    assert graphs["unique_graphs"] == found, "an update waited for the compiler"
+    assert distance(weights(plain), weights(compiled)) < 1e-6
 
 
 @pytest.mark.parametrize("stage", STAGES)
