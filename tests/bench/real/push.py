@@ -19,7 +19,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,30 @@ ARMS = {"keep": True, "recompute": False}
 
 
 class Load:
-    """Responses that are drawn all the time, and the moments at which their tokens came in."""
+    """Responses that are drawn all the time, and the moments at which their tokens came in.
 
-    def __init__(self, engine: Engine, streams: int) -> None:
+    Args:
+        engine: of the server.
+        streams: responses at one time.
+        length: tokens of a response, by its number; None: drawn from the upper half of LONGEST.
+    """
+
+    def __init__(self, engine: Engine, streams: int, length: Callable[[int], int] | None = None) -> None:
         self.tokens: list[float] = []
         self._engine = engine
+        self._length = length
         self._numbers: Iterator[int] = itertools.count()
         self._tasks = [asyncio.create_task(self._draw(at)) for at in range(streams)]
 
     async def _draw(self, stream: int) -> None:
         rng = np.random.default_rng(stream)
         while True:
+            number = next(self._numbers)
             body = {
-                "request_id": f"r{next(self._numbers)}",
+                "request_id": f"r{number}",
                 "token_ids": rng.integers(100, 40_000, PROMPT).astype(np.int32),
                 "flush_tokens": 1,
-                "max_tokens": int(rng.integers(LONGEST // 2, LONGEST)),
+                "max_tokens": self._length(number) if self._length else int(rng.integers(LONGEST // 2, LONGEST)),
                 "ignore_eos": True,
             }
             headers = {"Content-Type": "application/msgpack"}
