@@ -95,7 +95,9 @@ async def test_drained_updates_give_one_version_a_sample(tmp_path: Path) -> None
 async def test_the_bound_holds_where_lengths_differ_widely(tmp_path: Path, on_stale: str) -> None:
     settings = {"pipeline": {"max_staleness": 1, "on_stale": on_stale}, "rollout": {"max_response_length": 4}}
     async with FakeRun(tmp_path, prompts=24, **settings, trainer={"total_steps": 8}) as run:
-        run.engine.faults.plan("slow", times=None, delay=0.15, when=lambda request: request.order % 11 == 0)
+        # Where they are waited for, some take longer; else they last until two more steps have been made.
+        kind = {"wait": "slow", "drop": "behind@1"}[on_stale]
+        run.engine.faults.plan(kind, times=None, delay=0.15, when=lambda request: request.order % 11 == 0)
         assert await run.run() == 0, run.error()
         audit(run, steps=8, staleness=1)
         dropped = balance(run).get("dropped_stale", 0)

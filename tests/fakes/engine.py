@@ -464,8 +464,10 @@ class FakeEngine(Sleeper):
                 return "abort"
             if len(ids) == tokens_before(fault, "cut"):
                 return "length"
+            if len(ids) in (tokens_before(fault, "stall"), tokens_before(fault, "behind")):
+                async with self._pushed:
+                    await self._pushed.wait_for(lambda: step_of(self.version) >= step_of(request.labels[0]) + 2)
             if len(ids) == tokens_before(fault, "stall"):
-                await self._wait_for_step(step_of(request.labels[0]) + 2)
                 return "abort"
             values = policy.log_probs(
                 self._prefix(request, key) if not ids else self.weights, previous, temperature or 1.0
@@ -487,10 +489,6 @@ class FakeEngine(Sleeper):
                 return "stop"
             await asyncio.sleep(self.token_s)
         return "length"
-
-    async def _wait_for_step(self, step: int) -> None:
-        async with self._pushed:
-            await self._pushed.wait_for(lambda: step_of(self.version) >= step)
 
     def _prefix(self, request: Request, key: tuple[int, ...]) -> np.ndarray:
         """Weights that the cached prefix was computed with; it is stale where the request came after newer ones."""

@@ -9,7 +9,7 @@ after ``delay`` even where nobody listens), ``slow``, ``abort``, ``wrong_id``, `
 ``strange_token`` (beyond the vocabulary), ``other_tokens`` (log-probs of others; JSON alone), ``empty``,
 ``not_json``, ``abort@n`` (after n tokens), ``cut@n`` (connection reset after n tokens, which have left where frames
 are wanted), ``long@n`` (n tokens, however many were asked for), ``stall@n`` (waits for the second push from then on,
-and aborts), ``false_spans`` (vLLM's own count contradicts the frames).
+and aborts), ``behind@n`` (waits for it, and goes on), ``false_spans`` (vLLM's own count contradicts the frames).
 ``route_faults`` of all other calls, by path: ``500``, ``hang``, ``slow``, ``noop`` (of /update_weights, /sleep and
 /wake_up: success without an effect), ``ignore_version`` (of /finish_weight_update).
 """
