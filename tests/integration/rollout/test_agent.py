@@ -132,36 +132,20 @@ def greet(services: dict) -> None:
         assert stub.Describe(request, timeout=30).ranks == 1
 
 
-def test_all_roles_come_up_a_dead_server_comes_back_and_nothing_is_left(agent):
-    shared = leftovers.snapshot()
-    run = agent()
-    run.until("agent", "ready")
-    services = run.services
-    assert oct((run.run_dir / "services.json").stat().st_mode)[-3:] == "600"
-    greet(services)
-    pids = [run.process.pid, *descendants(run.process.pid)]
-    assert listening_beyond_loopback(pids) == []
-
-    os.kill(services["rollout"][0]["pid"], signal.SIGKILL)
+def kill_a_server(run: Agent) -> None:
+    """Another one takes its place, with a token of its own."""
+    before = run.services["rollout"][0]
+    os.kill(before["pid"], signal.SIGKILL)
     run.until("rollout", "ready", times=2)
     deadline = time.monotonic() + 60
-    while run.services["rollout"][0]["incarnation"] == services["rollout"][0]["incarnation"]:
+    while run.services["rollout"][0]["incarnation"] == before["incarnation"]:
         assert time.monotonic() < deadline, "the address was not replaced"
         time.sleep(0.1)
-    assert run.services["rollout"][0]["token"] != services["rollout"][0]["token"]
-    greet(run.services)
-
-    pids += descendants(run.process.pid)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
-    assert [pid for pid in set(pids) if Path(f"/proc/{pid}").exists()] == []
-    assert leftovers.left_behind(shared, leftovers.files_in_use()) == []
-    assert sorted(path.name for path in run.run_dir.iterdir()) == ["events.jsonl", "job.yaml", "logs"]
+    assert run.services["rollout"][0]["token"] != before["token"]
 
 
-def test_a_killed_trainer_is_started_again(agent):
-    run = agent()
-    run.until("agent", "ready")
+def kill_a_rank(run: Agent) -> None:
+    """The trainer is started again, and no process of the other one is left."""
     before = run.services["trainer"]
     pids = descendants(run.process.pid)
     ranks = [pid for pid in pids if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -180,6 +164,26 @@ def test_a_killed_trainer_is_started_again(agent):
         )
     assert described.policy_version == ""  # it holds the model's own weights until it is told what to load
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_all_roles_come_up_what_is_killed_comes_back_and_nothing_is_left(agent):
+    shared = leftovers.snapshot()
+    run = agent()
+    run.until("agent", "ready")
+    assert oct((run.run_dir / "services.json").stat().st_mode)[-3:] == "600"
+    greet(run.services)
+    pids = {run.process.pid, *descendants(run.process.pid)}
+    assert listening_beyond_loopback(sorted(pids)) == []
+    kill_a_rank(run)
+    pids.update(descendants(run.process.pid))
+    kill_a_server(run)
+    greet(run.services)
+    pids.update(descendants(run.process.pid))
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == 0
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert leftovers.left_behind(shared, leftovers.files_in_use()) == []
+    assert sorted(path.name for path in run.run_dir.iterdir()) == ["events.jsonl", "job.yaml", "logs"]
 
 
 def test_a_model_that_vllm_cannot_serve_is_one_sentence_and_leaves_nothing(agent):

@@ -360,15 +360,30 @@ async def test_a_client_that_goes_away_frees_its_place(server: VllmServer, ours:
     raise AssertionError(f"still running: {running}")
 
 
+async def drawn_tokens(engine: Engine) -> float:
+    """Tokens that the server has drawn so far."""
+    lines = (await engine._request("GET", "/metrics", timeout_s=30.0)).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 async def test_what_was_sent_outlives_the_server(server: VllmServer, ours: Engine) -> None:
-    """The last test: it ends the server."""
-    drawing = asyncio.create_task(ours.generate(request("lost", max_tokens=170)))
-    await asyncio.sleep(0.25)
+    """The last test: it ends the server, which holds a response of which two parts have been sent."""
+    for attempt in range(10):
+        before = await drawn_tokens(ours)
+        drawing = asyncio.create_task(ours.generate(request(f"lost-{attempt}", max_tokens=170)))
+        while not drawing.done() and await drawn_tokens(ours) < before + 17:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await ours._call("POST", "/pause?mode=keep")
+        await asyncio.sleep(0.5)  # what has left the server is read by then; it draws no more
+        if not drawing.done():
+            break
+        await ours._call("POST", "/resume")  # the response ended before the pause: the next one is tried
+    assert not drawing.done()
     for pid in descendants(server.pid):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineAwayError) as caught:
         await drawing
     partial = caught.value.partial
     assert partial is not None
-    assert len(partial.response_ids) >= 8
+    assert 16 <= len(partial.response_ids) < 170
     assert len(partial.response_ids) == len(partial.logprobs) == partial.versions[-1].end
