@@ -59,6 +59,11 @@ class RankConfig:
         if self.autocast and self.dtype != "float32":
             raise BadInputError("trainer.autocast needs trainer.dtype float32", role="trainer")
 
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled: not where their parameters come and go (ZeRO stage 3)."""
+        return self.compile and self.zero_stage < 3
+
     def seen_gpus(self, rank: int) -> list[int]:
         """CUDA devices that a rank sees, in the order in which it counts them: its own, and to rank 0 the servers'."""
         return list(dict.fromkeys([self.gpus[rank], *(self.rollout_gpus if rank == 0 else ())]))

@@ -205,10 +205,9 @@ def load_policy(config: RankConfig) -> Policy:
         AutoModelForCausalLM, config, what, role="trainer", setting=setting, fix=f"Check {setting}"
     )
     refuse_missing(missing, config, what, role="trainer", setting=setting)
-    compiled = config.compile and config.zero_stage < 3
-    policy = Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=compiled)
+    policy = Policy(model, config.autocast, partitioned=config.zero_stage == 3, compiled=config.compiles)
     use_packed_rows(policy, config, role="trainer")
-    if compiled:
+    if config.compiles:
         _compile_layers(model)
     return policy
 

@@ -70,7 +70,7 @@ class TrainerRank:
         self.max_positions = int(getattr(model_config, "max_position_embeddings", 2**31))
         self.parameters = sum(p.numel() for p in self.policy.parameters())
         self.engine = Engine(self.policy, config, self.device)
-        if config.compile:
+        if config.compiles:
             self._compile()
         self._shared: SharedWeights | None = None
         self._seen: list[dict[str, Any]] = []

@@ -39,7 +39,7 @@ def environment(config: RankConfig, rank: int, world: int) -> dict[str, str]:
     }
     if config.deterministic:
         values["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic matrix products ask for
-    if config.compile:
+    if config.compiles:
         values["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # processes, by default one for each core
     if config.gpus:
         # Its own device, and to rank 0 those that weights are published to. Ray counts devices and chooses none.
