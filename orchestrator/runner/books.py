@@ -67,6 +67,10 @@ class Books:
         self._open.set()
         self._rested = 0.0  # when the next transaction may begin, seconds of the monotonic clock
 
+    async def opened(self) -> None:
+        """Waits until groups may be noted: nothing closes the books then before the caller's next await."""
+        await self._open.wait()
+
     async def issue(self, *records: GroupRecord) -> None:
         """Enters new groups, in one transaction."""
         await self._open.wait()

@@ -177,6 +177,7 @@ class Pipeline:
 
     async def _start(self, count: int) -> list[Group]:
         """The next groups, entered in the ledger."""
+        await self._books.opened()  # a commit must not find the cursor ahead of the groups that were issued
         backlog = self._state.backlog
         again = [self._start_again(backlog.popleft()) for _ in range(min(count, len(backlog)))]
         records, spans, first = [], [], self._books.ledger.issued

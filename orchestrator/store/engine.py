@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, inspect, text
 
-from nightshift.wire.errors import BadInputError
+from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.store.schema import metadata
+
+class SpoiltDatabaseError(NightshiftError):
+    """The file of the database is damaged, or none: waiting for it does not help."""
+
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 #: Revision of the tables in ``schema.py``; a test holds the two together.
@@ -21,6 +26,8 @@ _POOL, _OVERFLOW = 15, 30
 #: For which SQLite waits for another process's write lock, in milliseconds, and a writer for its turn, in seconds.
 _BUSY_MS, _TURN_S = 10_000, 60.0
 _TURN = "nightshift.turn"
+#: SQLite's codes for a file that is damaged, or none of its own: waiting does not mend it.
+_SPOILT = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
 def connect(url: str) -> Engine:
@@ -31,7 +38,8 @@ def connect(url: str) -> Engine:
     SQLite has no queue, and of hundreds that try again and again some would never get it in time.
 
     Raises:
-        BadInputError: the URL is none, or names a driver that is not installed.
+        BadInputError: the URL is none, or names a driver that is not installed; a later release made the database.
+        SpoiltDatabaseError: the file is damaged, or no database. Also later, of any statement.
         OperationalError: the database does not answer.
     """
     try:
@@ -43,6 +51,7 @@ def connect(url: str) -> Engine:
             fix="For example sqlite:////var/lib/nightshift/state.db or postgresql+psycopg://user@host/database",
         ) from error
     if engine.dialect.name == "sqlite":
+        event.listen(engine, "handle_error", _name_what_is_spoilt)
         event.listen(engine, "connect", _durable_sqlite)
         turns = _Turns()
         event.listen(engine, "begin", turns.begin)
@@ -65,6 +74,13 @@ def migrate(engine: Engine) -> None:
         found = _revision(connection) if "alembic_version" in tables else None
         if found == HEAD:
             return
+        if found is not None and found > HEAD:
+            raise BadInputError(
+                f"a later release made the database {connection.engine.url.database!r} (schema {found}, this one knows "
+                f"those up to {HEAD})",
+                role="orchestrator",
+                fix="Use that release, or the copy of the database from before it",
+            )
         if found is None and "groups" not in tables:
             metadata.create_all(connection)
             _stamp(connection, HEAD)
@@ -96,6 +112,17 @@ def _stamp(connection: Connection, revision: str) -> None:
     )
     connection.execute(text("DELETE FROM alembic_version"))
     connection.execute(text("INSERT INTO alembic_version (version_num) VALUES (:revision)"), {"revision": revision})
+
+
+def _name_what_is_spoilt(context: ExceptionContext) -> None:
+    error = context.original_exception
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _SPOILT:
+        database = context.engine.url.database if context.engine is not None else ""
+        raise SpoiltDatabaseError(
+            f"the database {database!r} cannot be read: {error}",
+            role="orchestrator",
+            fix="Restore the file from a copy; the run's checkpoints and rollouts are files of their own",
+        ) from error
 
 
 def _durable_sqlite(connection: Any, _record: Any) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from pathlib import Path
 
 import pytest
 
+from orchestrator.runner.books import Books
+from orchestrator.runner.fleet import Fleet
 from orchestrator.runner.job import Job
+from orchestrator.store.state import StateStore
 from tests.fakes.audit import audit, balance
 from tests.fakes.run import FakeRun
 
@@ -77,3 +82,36 @@ async def test_a_server_without_congestion_is_never_held_back(tmp_path: Path) ->
         assert await run.run() == 0, run.error()
         audit(run, steps=12, staleness=8)
         assert not any("refill/limit_groups" in line["metrics"] for line in run.metrics())
+
+
+async def test_groups_that_would_start_while_a_commit_is_written_are_not_ahead_in_its_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load falls while the ledger is closed for a commit, so that further groups could start just then."""
+    flush, committing = Books.flush, False
+
+    async def slow_flush(books: Books) -> None:
+        nonlocal committing
+        committing = True
+        try:
+            await flush(books)
+        finally:
+            committing = False
+
+    monkeypatch.setattr(Books, "flush", slow_flush)
+    monkeypatch.setattr(StateStore, "check_fence", lambda store, run_id: time.sleep(0.2))
+    monkeypatch.setattr(Fleet, "room", lambda fleet, groups: 1000 if committing else 0)
+
+    async def tell_of_room(job: Job) -> None:
+        while True:
+            if committing and job.pipeline is not None:
+                await job.pipeline._notify()
+            await asyncio.sleep(0.01)
+
+    async with FakeRun(tmp_path, prompts=24, token_s=0.01, pipeline=WIDE, trainer={"save_freq": 1}) as run:
+        assert await run.run(watch=tell_of_room) == 0, run.error()
+        audit(run, steps=12, staleness=8)
+        commits = sorted((run.run_dir / "checkpoints" / "manifests").glob("*.json"))
+        assert len(commits) == 12
+        for manifest in (json.loads(path.read_text()) for path in commits):
+            assert manifest["cursor"]["epoch"] * 24 + manifest["cursor"]["offset"] == manifest["issued"]

@@ -18,7 +18,7 @@ from orchestrator.jobs.states import Call, Happening, JobState, StateConflictErr
 from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.store import engine as engine_module
 from orchestrator.store.access import AccessStore, Scope
-from orchestrator.store.engine import HEAD, connect
+from orchestrator.store.engine import HEAD, SpoiltDatabaseError, connect
 from orchestrator.store.jobs import (
     IdempotencyError,
     JobStore,
@@ -121,6 +121,32 @@ def test_processes_that_start_at_once_make_one_schema(tmp_path: Path) -> None:
 def test_a_database_url_that_is_none_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(BadInputError, match="NIGHTSHIFT_DATABASE_URL"):
         connect(url)
+
+
+def test_a_database_of_a_later_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    connect(f"sqlite:///{path}").dispose()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0099'")
+    for _ in range(2):
+        with pytest.raises(BadInputError, match=f"later release .*state.db.*schema 0099.*{HEAD}"):
+            connect(f"sqlite:///{path}")
+
+
+@pytest.mark.parametrize("spoil", ["no database", "half", "overwritten"])
+def test_a_file_that_is_spoilt_is_refused_by_name(tmp_path: Path, spoil: str) -> None:
+    path = tmp_path / "state.db"
+    connect(f"sqlite:///{path}").dispose()
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "no database": b"no database" * 500,
+            "half": whole[: len(whole) // 2],
+            "overwritten": whole[:4096] + b"\xaa" * (len(whole) - 4096),
+        }[spoil]
+    )
+    with pytest.raises(SpoiltDatabaseError, match=r"state\.db' cannot be read: .*(malformed|not a database)"):
+        StateStore(f"sqlite:///{path}").load("r")
 
 
 # The ledger's fence ---------------------------------------------------------------------------------------------------
