@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, even
 from nightshift.wire.errors import BadInputError, NightshiftError
 from orchestrator.store.schema import metadata
 
+
 class SpoiltDatabaseError(NightshiftError):
     """The file of the database is damaged, or none: waiting for it does not help."""
 
