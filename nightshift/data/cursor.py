@@ -149,11 +149,11 @@ class Cursor:
             **({"weights": [weight for _, weight in self._parts]} if self._parts is not None else {}),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Checks that a place was saved over the same rows in the same order.
 
         Raises:
-            BadInputError: the state is malformed, or was saved over other data: the same place would be another row.
+            BadInputError: it was not: the same place would be another row.
         """
         weights = None if self._parts is None else [weight for _, weight in self._parts]
         own = (("size", self._size), ("seed", self._seed), ("shuffle", self._shuffle), ("weights", weights))
@@ -164,6 +164,14 @@ class Cursor:
                     role="job",
                     fix="Resume with the same data files, data settings and trainer.seed",
                 )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved place.
+
+        Raises:
+            BadInputError: the state is malformed, or was saved over other data.
+        """
+        self.check(state)
         epoch, offset = state.get("epoch"), state.get("offset")
         if not (_is_count(epoch) and _is_count(offset)):
             raise BadInputError(f"the saved prompt cursor is malformed: epoch {epoch!r}, offset {offset!r}", role="job")

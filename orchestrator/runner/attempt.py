@@ -41,7 +41,7 @@ from orchestrator.runner.server import Proof
 from orchestrator.runner.services import ScorerAddress, Services, TrainerAddress, read_services
 from orchestrator.runner.session import SessionPipeline
 from orchestrator.runner.spool import Spool
-from orchestrator.runner.start import Start, take_up
+from orchestrator.runner.start import Start, take_up, walk_on
 from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
@@ -146,10 +146,10 @@ class Attempt:
             teacher=models.get("teacher"),
             critic=critic_client,
         )
-        resumed = await take_up(books, spool, start, train, tracing)
-        cursor = make_cursor(spec, train)
-        for _ in range(books.ledger.issued):
-            cursor.next()
+        cursor, driven = make_cursor(spec, train), Mailbox(self.run_dir).exists
+        if not driven:  # else its prompts come with its requests
+            walk_on(cursor, start)
+        resumed = await take_up(books, spool, start, train, tracing, spec)
         admission = Admission(
             spec.pipeline.max_staleness,
             spec.rollout.batch_size,
@@ -185,7 +185,7 @@ class Attempt:
             critic=critic,
         )
         self._closing.insert(0, stepper)  # it uses all the others
-        pipeline = (SessionPipeline if Mailbox(self.run_dir).exists else Pipeline)(
+        pipeline = (SessionPipeline if driven else Pipeline)(
             spec,
             total_steps,
             prompts=train.prompts,

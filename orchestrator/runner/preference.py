@@ -133,8 +133,8 @@ class PreferenceAttempt:
         await trainer.load(start.state_dir, str(start.lineage.version(start.step)))
         self._tracking.drop_after(start.step)
         cursor = make_cursor(spec, self._inputs.train)
-        for _ in range(self.step * spec.rollout.batch_size):
-            cursor.next()
+        if start.manifest is not None:
+            cursor.restore(start.manifest["cursor"])
         total = self._inputs.total_steps
         self._events.append(
             "job",

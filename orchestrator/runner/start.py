@@ -6,12 +6,17 @@ The same rules hold for a run that a person resumes, an orchestrator that was ki
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nightshift.data import PromptSet
+import numpy as np
+
+from nightshift.config import JobSpec
+from nightshift.data import Cursor, Prompt, PromptSet
 from nightshift.wire.errors import BadInputError, WireError
 from nightshift.wire.events import EventLog
+from nightshift.wire.experience import Sample
 from nightshift.wire.trace import TraceContext, new_trace_id
 from nightshift.wire.version import Lineage, PolicyVersion
 from orchestrator.runner.books import Books
@@ -74,15 +79,34 @@ def find_start(run_id: str, store: StateStore, checkpoints: Checkpoints, events:
     return Start(lineage, known.job_trace_id, step, state_dir, records, manifest)
 
 
+def walk_on(cursor: Cursor, start: Start) -> None:
+    """Brings the cursor behind the prompts of the groups that were issued.
+
+    Raises:
+        BadInputError: they are not the prompts that the cursor walks over.
+    """
+    if start.manifest is not None:
+        cursor.check(start.manifest["cursor"])
+    for record in start.records:
+        if cursor.next() != (record.epoch, record.row):
+            raise BadInputError(
+                f"prompt group {record.index} of the run was row {record.row} of epoch {record.epoch}, and is another "
+                "one by the data as they are now: prompts would be trained twice, others never",
+                role="job",
+                fix="Resume with the same data files, data settings and trainer.seed",
+            )
+
+
 async def take_up(
-    books: Books, spool: Spool, start: Start, train: PromptSet, tracing: Tracing
+    books: Books, spool: Spool, start: Start, train: PromptSet, tracing: Tracing, spec: JobSpec
 ) -> list[tuple[GroupRecord, Group | None]]:
-    """Groups in flight at the last commit: with their experience where every token is from an ancestor."""
+    """Groups in flight at the last commit: with their experience where every token is from an ancestor, and all is
+    there that the job, which may have changed, needs of it.
+    """
     kept = {}
     for index in spool.indices():
-        samples = spool.get(index)
-        versions = {span.version for sample in samples or [] for span in sample.versions}
-        if samples and all(start.lineage.contains(PolicyVersion.parse(version)) for version in versions):
+        samples, record = spool.get(index), books.ledger.records.get(index)
+        if samples and record and _usable(samples, train.prompts[record.row], start.lineage, spec):
             kept[index] = samples
         else:
             spool.remove([index])
@@ -101,6 +125,17 @@ async def take_up(
             resumed.append((record, group))
     spool.remove(kept.keys() - {record.index for record, _ in resumed})  # committed, or ended otherwise
     return resumed
+
+
+def _usable(samples: Sequence[Sample], prompt: Prompt, lineage: Lineage, spec: JobSpec) -> bool:
+    needed = {"ref_logprobs": spec.needs_reference, "teacher_logprobs": spec.needs_teacher}
+    needed["values"] = spec.scorers.critic is not None
+    return all(
+        np.array_equal(sample.prompt_ids, prompt.prompt_ids)
+        and all(lineage.contains(PolicyVersion.parse(span.version)) for span in sample.versions)
+        and all(getattr(sample, name) is not None for name, wanted in needed.items() if wanted)
+        for sample in samples
+    )
 
 
 def _job_trace_id() -> str:

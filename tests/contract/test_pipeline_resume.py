@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightshift.config import JobSpec
+from nightshift.config.load import write_resolved
 from orchestrator.runner.job import Job
 from tests.fakes.audit import audit, balance, final_updates
-from tests.fakes.run import FakeRun
+from tests.fakes.run import FakeRun, rows
+from tests.fixtures.rows import write_parquet
 
 DETERMINISTIC: dict[str, Any] = {"pipeline": {"max_staleness": 0, "deterministic": True}}
 TWO_EPOCHS: dict[str, Any] = {"total_epochs": 2, "lr_schedule": "cosine", "warmup_steps": 2}
@@ -192,6 +195,53 @@ async def test_a_run_is_not_begun_twice_by_mistake(tmp_path: Path) -> None:
         assert await run.run(resume=True) == 0
         audit(run, steps=2, staleness=1)
         assert len(run.updates) == 2
+
+
+@pytest.mark.parametrize("change", ["fewer rows", "more rows", "another seed"])
+async def test_a_run_with_other_data_is_refused_and_goes_on_with_its_own(tmp_path: Path, change: str) -> None:
+    data, job = tmp_path / "train.parquet", "job.yaml"
+    async with FakeRun(tmp_path, prompts=12, trainer=TWO_EPOCHS, token_s=0.002) as run:
+        assert await run.run(watch=stop_after(run, 4)) == 130
+        kept, before = (data.read_bytes(), (run.run_dir / job).read_bytes()), balance(run)
+        if change == "another seed":
+            write_resolved(changed(run.spec, trainer={"seed": 7}), run.run_dir / job)
+        else:
+            write_parquet(data, rows(5 if change == "fewer rows" else 13))
+        assert await run.run(resume=True) == 2
+        assert "trainer.seed" in run.error()
+        assert balance(run) == before
+        data.write_bytes(kept[0])
+        (run.run_dir / job).write_bytes(kept[1])
+        assert await run.run(resume=True) == 0, run.error()
+        audit(run, steps=12, staleness=1)
+        assert balance(run) == {"issued": 24, "trained": 24}
+
+
+async def test_groups_without_what_a_changed_job_needs_are_made_again(tmp_path: Path) -> None:
+    """A job without a reference leaves scored groups behind, and goes on with one."""
+    settings = {"pipeline": {"max_staleness": 4}, "algorithm": {"kl_coef": 0.0}}
+    async with FakeRun(tmp_path, prompts=24, **settings) as run:
+        run.trainer.faults.plan("slow", "Update", times=None, delay=0.2)
+        assert await run.run(watch=stop_after(run, 2)) == 130
+        left = balance(run)["ready"]
+        assert left > 0
+        run.spec = changed(run.spec, algorithm={"kl_coef": 0.1})
+        write_resolved(run.spec, run.run_dir / "job.yaml")
+        run.write_services()
+        run.trainer.faults.clear()
+        assert await run.run(resume=True) == 0, run.error()
+        audit(run, steps=12, staleness=4)
+        assert balance(run) == {"issued": 24, "trained": 24}
+        for update in final_updates(run)[3:]:
+            assert all(sample.ref_logprobs is not None for sample in update.samples)
+
+
+def changed(spec: JobSpec, **sections: dict[str, Any]) -> JobSpec:
+    """The job with other settings."""
+    values = spec.model_dump(mode="json")
+    for section, fields in sections.items():
+        values[section] |= fields
+    return JobSpec.model_validate(values)
 
 
 async def test_a_run_whose_database_is_gone_is_not_begun_again(tmp_path: Path) -> None:

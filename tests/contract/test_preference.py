@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightshift.config import JobSpec
+from nightshift.config.load import write_resolved
 from tests.fakes import policy
 from tests.fakes.run import FakeRun
 from tests.fakes.trainer import AnsweringTrainer, FakeTrainer
@@ -73,3 +75,17 @@ async def test_a_resumed_job_goes_on_with_the_next_pairs(tmp_path: Path) -> None
         assert await run.run(resume=True) == 0, run.error()
         assert prompts(run) == [*whole[:3], *whole[2:]]  # step 3 was not committed and is made again
         np.testing.assert_array_equal(run.trainer.weights, weights)
+
+
+async def test_a_job_that_is_resumed_with_larger_batches_leaves_no_pair_out(tmp_path: Path) -> None:
+    settings = {"total_steps": 5, "learning_rate": 0.5, "test_freq": 0, "save_freq": 1}
+    async with PairRun(tmp_path, trainer=settings) as run:
+        run.trainer.faults.plan("internal", "Update", skip=1, times=None)
+        assert await run.run() == 1
+        run.trainer.faults.clear()
+        values = run.spec.model_dump(mode="json")
+        values["rollout"]["batch_size"] = 4
+        write_resolved(JobSpec.model_validate(values), run.run_dir / "job.yaml")
+        assert await run.run(resume=True) == 0, run.error()
+        first = [sample.prompt_ids.tolist() for update in run.updates[:2] for sample in update.samples[::2]]
+        assert len(first) == len({tuple(ids) for ids in first}) == 6  # one epoch: each of the six pairs once
