@@ -36,6 +36,14 @@ _COLUMNS = [
 ]
 
 Manifest = dict[str, Any]
+#: Types of the fields that an audit reads, where a manifest has them.
+_TYPES: dict[str, type] = {
+    "run_id": str,
+    "branches": list,
+    "issued": int,
+    **dict.fromkeys(("consumed", "rules", "incomplete", "ledger", "cursor", "ended", "trainer"), dict),
+    "in_flight": list,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,9 @@ def _manifest(path: Path) -> Manifest:
         manifest = json.loads(path.read_text())
         if not all(type(manifest[name]) is int for name in ("lineage", "step")):
             raise ValueError("lineage and step must be integers")
+        for name, kind in _TYPES.items():
+            if name in manifest and not isinstance(manifest[name], kind):
+                raise ValueError(f"{name} must be {kind.__name__}, is {str(manifest[name])[:80]}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{path} is no manifest of a checkpoint: {error}") from error
     return dict(manifest)

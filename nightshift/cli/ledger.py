@@ -19,7 +19,7 @@ def newest_ledger(events: Iterable[Event]) -> dict[str, int] | None:
     for event in events:
         ledger = event.get("ledger")
         if isinstance(ledger, dict):
-            found = {str(key): value for key, value in ledger.items() if isinstance(value, int)}
+            found = {str(key): value for key, value in ledger.items() if isinstance(value, int)} or found
             continue
         metrics: dict[str, Any] = event.get("metrics") or {}
         named = {key.removeprefix("ledger/"): value for key, value in metrics.items() if key.startswith("ledger/")}

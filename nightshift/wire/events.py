@@ -19,6 +19,14 @@ _POLL_S = 0.1
 _CHUNK = 1 << 20
 #: How long an event may wait for others.
 _SOON_S = 0.1
+#: Types of the fields that readers count on, where an event has them.
+_NUMBER = (int, float)
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("time", "start", "end", "seconds"), _NUMBER),
+    **dict.fromkeys(("step", "steps"), int),
+    **dict.fromkeys(("metrics", "ledger", "attributes"), dict),
+    "links": list,
+}
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -173,8 +181,12 @@ def parse_line(text: bytes, where: str) -> Event:
     """One line as an event; a line that is none becomes a ``warning`` event that says ``where`` it is."""
     try:
         event = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
-    if isinstance(event, dict) and isinstance(event.get("kind"), str):
+    if isinstance(event, dict) and isinstance(event.get("kind"), str) and _fits(event):
         return event
     return {"time": None, "kind": "warning", "role": "events", "message": f"{where} is unreadable"}
+
+
+def _fits(event: Event) -> bool:
+    return all(value is None or name not in _TYPES or isinstance(value, _TYPES[name]) for name, value in event.items())

@@ -59,12 +59,14 @@ class StepRecord:
         """A record from a line of the file; fields of a later version are left out.
 
         Raises:
-            BadInputError: a field is missing.
+            BadInputError: a field is missing, or it is no map.
         """
         try:
             needed = {item.name: values[item.name] for item in fields(cls) if item.default_factory is MISSING}
         except KeyError as error:
             raise BadInputError(f"a line of {SCHEDULE} has no field {error.args[0]!r}", role="job") from error
+        except TypeError as error:
+            raise BadInputError(f"a line of {SCHEDULE} is no step: {str(values)[:80]}", role="job") from error
         return cls(**needed, critic=dict(values.get("critic") or {}))
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,10 +92,10 @@ def read_schedule(run_dir: Path) -> dict[int, StepRecord]:
     A run that went back to a checkpoint made some of its steps twice: only the later ones count.
 
     Raises:
-        BadInputError: the run has none.
+        BadInputError: the run has none, or a line of it is no step.
     """
     try:
-        lines = (run_dir / SCHEDULE).read_text().splitlines()
+        lines = (run_dir / SCHEDULE).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         raise BadInputError(f"{run_dir} has no {SCHEDULE}: it has made no step", role="job") from None
     steps: dict[int, StepRecord] = {}

@@ -75,6 +75,49 @@ def test_ledger(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOT balanced: 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("job", "events", "schedule", "manifest"),
+    [
+        ("name: x\n", b"", "", ""),
+        ("[1]", b'3\n"x"\n{"kind": 5}\n{"kind": "step", "metrics": [1]}\n\xff\xfe\n', "3\nnull\n", "[]"),
+        (
+            "name: [x\n",
+            b'{"kind": "span", "name": "x", "trace_id": "ab", "start": "a", "end": 1}\n'
+            b'{"kind": "job", "state": "running", "time": "noon"}\n'
+            b'{"kind": "step", "steps": "many"}\n{"kind": "step", "ledger": {"a": "b"}}\n'
+            b'{"kind": "span", "trace_id": "ab", "span_id": "1", "links": 3, "attributes": 5}',
+            '{"step": 1}\n',
+            '{"lineage": 0, "step": 1, "branches": 3, "run_id": "x", "cursor": {"size": 1}}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["ledger", "report", "audit", "replay", "rollouts", "trace", "watch"])
+def test_a_folder_of_somebody_else_is_a_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    job: str,
+    events: bytes,
+    schedule: str,
+    manifest: str,
+) -> None:
+    folder = tmp_path / "runs" / "other"
+    make_run(folder)
+    (folder / "job.yaml").write_text(job)
+    (folder / "events.jsonl").write_bytes(events + b'\n{"kind": "job", "state": "succeeded"}\n')
+    if schedule:
+        (folder / "schedule.jsonl").write_text(schedule)
+    if manifest:
+        state = folder / "checkpoints" / "trainer" / "global_step_1"
+        state.mkdir(parents=True)
+        (state / "manifest.json").write_text(manifest)
+    options = {"replay": ["--step", "1"]}.get(command, [])
+    code = call(folder, command, "ab" if command == "trace" else "other", *options)
+    said = capsys.readouterr()
+    assert code in (0, 2)
+    assert said.err.startswith("error: ") if code else said.out
+
+
 def test_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(run, "logs", "first", "trainer", "-n", "1") == 0
     assert capsys.readouterr().out == "last\n"
