@@ -1,10 +1,11 @@
 """A small HTTP/1.1 client for many long answers at once: its cost per request does not grow with their number.
 
-httpx looks through its whole pool at each request and each end of one: with 256 responses in flight that was measured
-at 8 ms of CPU per response, more than all of their tokens. Here idle connections are a stack, one response at a time
-has a connection, and the protocol itself is httptools' (llhttp, the parser of Node.js), which takes a tenth of what a
-parser in Python takes. Connections of all servers together stay within the limit of open files. No redirects, no
-proxies, no cookies: it speaks to rollout servers alone.
+A library costs too much here: of 256 responses in flight, each takes httpx 11.8 ms of CPU (it looks through its whole
+pool at each request and each end of one), aiohttp 0.24 ms, and this client 0.08 ms, where the whole runner has 0.5 ms
+for a response (``python -m tests.bench.bench_http_client``; docs/figures.md). Idle connections are a stack, one
+response at a time has a connection, and the protocol itself is httptools' (llhttp, the parser of Node.js). Connections
+of all servers together stay within the limit of open files. No redirects, no proxies, no cookies: it speaks to rollout
+servers alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from orchestrator.runner.files import ROOM, Room
 _CONNECT_TIMEOUT_S = 5.0
 #: Bytes of an answer that may wait for their reader before the server is held.
 _MOST_WAITING = 1 << 20
+#: Bytes between two pieces of a body (head, interim answers, trailers), and of an answer that is read whole.
+_MOST_BESIDE, _MOST_WHOLE = 1 << 18, 64 << 20
 
 
 class ConnectionLostError(Exception):
@@ -47,8 +50,17 @@ class Answer:
             yield data
 
     async def read(self) -> bytes:
-        """The whole body."""
-        return b"".join([chunk async for chunk in self.chunks()])
+        """The whole body.
+
+        Raises:
+            ConnectionLostError: it broke off, or does not end.
+        """
+        chunks, size = [], 0
+        async for chunk in self.chunks():
+            chunks.append(chunk)
+            if (size := size + len(chunk)) > _MOST_WHOLE:
+                raise ConnectionLostError(f"an answer of more than {_MOST_WHOLE >> 20} MiB")
+        return b"".join(chunks)
 
 
 class Http1Client:
@@ -234,6 +246,7 @@ class _Connection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._status = 0
+        self._beside = 0  # bytes since the last piece of a body
         self._chunks: deque[bytes] = deque()
         self._waiting = 0
         self._whole = False
@@ -366,10 +379,14 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come in."""
+        self._beside += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"no HTTP: {error}")
+            self.close()
+        if self._beside > _MOST_BESIDE:  # the parser keeps a header until it ends
+            self._fail(f"more than {_MOST_BESIDE >> 10} KiB that are no body")
             self.close()
         if self._waiting > _MOST_WAITING and not self._held and self._transport is not None:
             self._held = True
@@ -405,6 +422,11 @@ class _Connection(asyncio.Protocol):
 
     # For the parser ---------------------------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        """An answer begins; one that nobody asked for must not pass for more of the last one, nor for the next."""
+        if self._whole:
+            raise ValueError("an answer that nobody asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header of the answer."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -422,6 +444,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
+        self._beside = 0
         if self._feed is None:
             self._chunks.append(data)
             self._waiting += len(data)

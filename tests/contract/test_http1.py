@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from orchestrator.runner import http1
 from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 
-Script = Callable[[int, bytes], list[bytes | None]]
+Script = Callable[[int, bytes], Iterable[bytes | None]]
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
 
@@ -145,6 +146,68 @@ async def test_an_answer_that_breaks_off_is_a_lost_connection(ask: Ask, pieces: 
             await ask(client)
         server.script = lambda number, request: [PLAIN]
         assert await ask(client) == (200, b"hello")
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536),
+        (b"HTTP/1.1 200 OK\r\n", b"x: " + b"y" * 1000 + b"\r\n"),
+        (b"", b"HTTP/1.1 102 Processing\r\n\r\n" * 1000),
+        (CHUNKED[:-2] + b"x: ", b"y" * 65536),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3;x=", b"y" * 65536),
+    ],
+    ids=["one header", "headers", "interim answers", "trailers", "an extension"],
+)
+async def test_what_never_comes_to_its_body_is_a_lost_connection(ask: Ask, begin: bytes, more: bytes) -> None:
+    def endless(number: int, request: bytes) -> Iterator[bytes | None]:
+        yield begin
+        while True:
+            yield more
+
+    async with serving(endless) as (server, client):
+        with pytest.raises(ConnectionLostError, match=r"256 KiB that are no body|no HTTP"):
+            await asyncio.wait_for(ask(client), 60)
+        server.script = lambda number, request: [PLAIN]
+        assert await ask(client) == (200, b"hello")
+
+
+@pytest.mark.parametrize(
+    "head", [b"content-length: 1000000000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n", b"\r\n"]
+)
+async def test_an_answer_without_an_end_is_not_read_whole(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "_MOST_WHOLE", 1 << 20)
+    chunk = b"x" * 65536
+    piece = b"10000\r\n" + chunk + b"\r\n" if b"chunked" in head else chunk
+
+    def endless(number: int, request: bytes) -> Iterator[bytes | None]:
+        yield b"HTTP/1.1 200 OK\r\n" + head
+        while True:
+            yield piece
+
+    async with serving(endless) as (server, client):
+        with pytest.raises(ConnectionLostError, match="more than 1 MiB"):
+            await asyncio.wait_for(read(client), 60)
+        server.script = lambda number, request: [PLAIN]
+        assert await read(client) == (200, b"hello")
+
+
+async def test_what_nobody_asked_for_answers_no_later_request(ask: Ask) -> None:
+    stray = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nother"
+    answers: dict[int, list[bytes | None]] = {1: [PLAIN + stray], 2: [PLAIN], 3: [PLAIN, stray[:30]], 4: [PLAIN]}
+    async with serving(lambda number, request: answers[number]) as (_, client):
+        for _ in range(4):
+            assert await ask(client) == (200, b"hello")
+            await asyncio.sleep(0.05)
+
+
+async def test_two_lengths_are_no_answer(ask: Ask) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello"
+    double = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!"
+    for refused in (answer, double):
+        async with serving(lambda number, request: [refused, None]) as (_, client):  # noqa: B023
+            with pytest.raises(ConnectionLostError):
+                await ask(client)
 
 
 async def test_what_came_before_the_break_is_handed_out() -> None:
