@@ -51,7 +51,7 @@ class TrainerConfig(Section):
     sample. Null: where it is one kernel, the model allows it and ``pipeline.deterministic`` is off."""
 
     compile: bool | None = None
-    """Fuse the small operations of each layer (torch.compile): up to a minute when the trainer starts. Null: on CUDA only."""
+    """Fuse the small operations of each layer (torch.compile): up to a minute at the start. Null: on CUDA only."""
 
     dtype: DType = "float32"
     """Precision of the parameters."""

@@ -10,7 +10,7 @@ import pytest
 
 from nightshift.wire.settings_file import ASKED, asked_for, in_force, write_settings
 from orchestrator.runner.job import Job
-from tests.fakes.audit import balance
+from tests.fakes.audit import audit, balance
 from tests.fakes.run import FakeRun
 
 
@@ -52,6 +52,39 @@ async def test_batch_size_and_learning_rate(tmp_path: Path, staleness: int) -> N
         assert in_force(run.run_dir) == {"rollout.batch_size": 3, "trainer.learning_rate": 0.5, "trainer.save_freq": 2}
         ages = [line["metrics"]["staleness/max"] for line in run.metrics()]
         assert max(ages) <= staleness
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+async def test_batches_that_grow_and_shrink_beside_filters_drops_and_failures(tmp_path: Path, on_stale: str) -> None:
+    """Each step has the batch that was in force, and each group one end, whatever leaves the run meanwhile."""
+    algorithm = {"filter_zero_spread": True, "kl_coef": 0.01}
+    settings = {"pipeline": {"max_staleness": 1, "on_stale": on_stale}, "trainer": {"total_steps": 12}}
+    async with FakeRun(tmp_path, prompts=40, token_s=0.002, algorithm=algorithm, **settings) as run:
+
+        def group(name: str) -> int:
+            return int(re.search(r"g(\d{7})", name)[1])  # type: ignore[index]
+
+        run.scorers.reward = lambda sample: float(sample["id"][-1]) if group(sample["id"]) % 3 else 0.0
+        run.engine.faults.plan("400", times=None, when=lambda request: group(request.request_id) % 7 == 5)
+        run.engine.faults.plan("slow", times=None, delay=0.2, when=lambda request: group(request.request_id) % 5 == 1)
+
+        async def watch(_job: Job) -> None:
+            for step, size in ((2, 4), (4, 1), (6, 3), (8, 2)):
+                await run.until(lambda: len(run.updates) >= step, f"step {step}")  # noqa: B023
+                ask(run, rollout__batch_size=size)
+            await run.until(lambda: False, "the end", 200)
+
+        assert await run.run(watch=watch) == 0, run.error()
+        audit(run, steps=12, staleness=1)
+        changes = [(event["step"], event["new"]) for event in run.events("setting")]
+        assert [size for _, size in changes] == [4, 1, 3, 2]
+        for update in run.updates:
+            size = [2, *(new for step, new in changes if step <= update.step)][-1]
+            assert len({sample.group_id for sample in update.samples}) == size
+        counts = balance(run)
+        assert counts["dropped_filtered"] > 0
+        assert counts["failed"] > 0
+        assert counts["issued"] == sum(count for end, count in counts.items() if end != "issued")
 
 
 async def test_asynchronous_to_synchronous_and_back(tmp_path: Path) -> None:

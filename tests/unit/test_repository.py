@@ -9,6 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
+
+from nightshift.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
@@ -155,6 +158,26 @@ def test_links_between_pages_lead_somewhere(path):
     )
     local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
     assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", [path for path in committed() if path.suffix == ".md"], ids=lambda path: path.name)
+def test_tables_of_pages_have_a_head(path):
+    lines = path.read_text().splitlines()
+    for number, (before, line, behind) in enumerate(zip(["", *lines], lines, [*lines[1:], ""], strict=False), start=1):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|[ :|-]+\|", behind), f"line {number} begins no table: {line}"
+
+
+def test_modules_and_commands_named_in_the_pages_exist():
+    commands = typer.main.get_command(app).commands
+    for page in (path for path in committed() if path.suffix == ".md" and path.name != "CHANGELOG.md"):
+        text = page.read_text()
+        for name in re.findall(r"python -m ((?:tests|services|orchestrator|nightshift)[\w.]*)", text):
+            path = ROOT / name.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
+        code = re.findall(r"`([^`\n]+)`|^ {4}(nightshift.*)$", text, re.MULTILINE)
+        for name in re.findall(r"^nightshift ([a-z][\w-]+)", "\n".join("".join(pair) for pair in code), re.MULTILINE):
+            assert name in commands, f"{page.name}: nightshift {name}"
 
 
 def test_make_targets_named_in_the_pages_exist():
