@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -43,6 +44,12 @@ class Health:
     failures: int = 0
     next_try: float = 0.0
     _pushing: bool = False
+    #: Is told of each change of the state.
+    changed: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+
+    def _enter(self, state: ServerState) -> None:
+        self.state = state
+        self.changed()
 
     @property
     def usable(self) -> bool:
@@ -53,21 +60,21 @@ class Health:
         """A request failed. Returns whether that is news."""
         news = self.usable
         if news:
-            self.state = ServerState.SUSPECT
+            self._enter(ServerState.SUSPECT)
         return news
 
     def unanswered(self, now: float) -> bool:
         """It did not answer its health check. Returns whether that is news."""
         if self.state not in (ServerState.SUSPECT, ServerState.STALE) or self._pushing:
             return False
-        self.state = ServerState.DEAD
+        self._enter(ServerState.DEAD)
         self.next_try = now + _FIRST_PAUSE_S
         return True
 
     def answered(self) -> None:
         """It answers its health check: one that was dead may hold anything now."""
         if self.state is ServerState.DEAD:
-            self.state = ServerState.STALE
+            self._enter(ServerState.STALE)
 
     def restarting(self, now: float) -> bool:
         """It hangs, and another start of it is on its way. Returns whether that is news.
@@ -77,30 +84,35 @@ class Health:
         if self.state is ServerState.RETIRED:
             return False
         news = self.state is not ServerState.RESTARTING
-        self.state, self._pushing = ServerState.RESTARTING, False
+        self._pushing = False
+        self._enter(ServerState.RESTARTING)
         self.next_try = now + _LONGEST_PAUSE_S
         return news
 
     def asleep(self) -> None:
         """It sleeps, or is about to: it gets no work and needs none of the watcher's."""
         if self.state is not ServerState.RETIRED:
-            self.state, self._pushing = ServerState.ASLEEP, False
+            self._pushing = False
+            self._enter(ServerState.ASLEEP)
 
     def retire(self) -> None:
         """It left the run."""
-        self.state, self._pushing = ServerState.RETIRED, False
+        self._pushing = False
+        self._enter(ServerState.RETIRED)
 
     def pushing(self) -> None:
         """Weights are on their way: what it holds is unknown until they are proved."""
         if self.state is not ServerState.RETIRED:
-            self.state, self._pushing = ServerState.STALE, True
+            self._pushing = True
+            self._enter(ServerState.STALE)
 
     def proved(self, version: str) -> bool:
         """It holds these weights. Returns whether it is used now: not where the push was made void meanwhile."""
         if not self._pushing:
             return False
-        self.state, self.version, self.failures, self.next_try = ServerState.HEALTHY, version, 0, 0.0
+        self.version, self.failures, self.next_try = version, 0, 0.0
         self._pushing = False
+        self._enter(ServerState.HEALTHY)
         return True
 
     def failed(self, now: float) -> None:
@@ -109,7 +121,8 @@ class Health:
         if self.state is ServerState.RETIRED:
             return
         if self.state is not ServerState.RESTARTING:
-            self.state, self.next_try = ServerState.STALE, now
+            self.next_try = now
+            self._enter(ServerState.STALE)
         self.next_try = max(self.next_try, now + min(_FIRST_PAUSE_S * 2**self.failures, _LONGEST_PAUSE_S))
         self.failures += 1
 

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from nightshift.wire.events import EventLog
 from orchestrator.runner.engine import EngineAddress
-from orchestrator.runner.health import ServerState
 from orchestrator.runner.server import Server
 
 
@@ -55,10 +54,11 @@ class Roster:
         lending: Lending | None = None,
     ) -> None:
         self._make = make
+        self._usable: list[Server] | None = None  # None: to be looked through again
         self._events = events
         self._left = left
         self._lending = lending
-        self._servers = {address.name: make(address) for address in addresses}
+        self._servers = {address.name: self._take_in(address) for address in addresses}
         self._leaving: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Server]:
@@ -67,8 +67,10 @@ class Roster:
     @property
     def usable(self) -> list[Server]:
         """Those that may be given work."""
-        # Asked for each request: past Health.usable, which would take five times as long for hundreds of servers.
-        return [server for server in self._servers.values() if server.health.state is ServerState.HEALTHY]
+        # Asked for each request, where hundreds of servers would have to be looked through.
+        if self._usable is None:
+            self._usable = [server for server in self._servers.values() if server.health.usable]
+        return self._usable
 
     def has(self, server: Server) -> bool:
         """Whether this start of the server is the one that is listed now."""
@@ -94,12 +96,20 @@ class Roster:
             known = self._servers.get(name)
             if known is not None and known.address.incarnation == address.incarnation:
                 continue
-            self._servers[name] = self._make(address)
+            self._servers[name] = self._take_in(address)
             if known is not None:
                 known.health.retire()
                 known.engine.break_off("it was started again")
                 self._close_later(known)
         return before != set(self._servers.values())
+
+    def _take_in(self, address: EngineAddress) -> Server:
+        server = self._make(address)
+        server.health.changed = self._look_again
+        return server
+
+    def _look_again(self) -> None:
+        self._usable = None
 
     async def close(self) -> None:
         """Closes all connections."""
