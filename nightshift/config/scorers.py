@@ -112,7 +112,8 @@ class ScorersConfig(Section):
     """Most samples in one call to a scorer."""
 
     batch_wait_ms: float = Field(default=20.0, ge=0)
-    """How long a call waits for further samples."""
+    """How long a call waits for further samples, at least: up to a twentieth of what the scorer last took, and up to
+    250 ms; 0: no call waits."""
 
     timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of one attempt to ask the reference or the critic; it is made again as long as a role may be away

@@ -21,6 +21,9 @@ _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_len
 _SHORT_S = 30.0
 #: Roles whose values are log-probs of tokens.
 LOG_PROB_ROLES = frozenset({"reference", "teacher"})
+#: A call may wait for further groups for this share of what the last one took, at most so many seconds: a call costs
+#: much the same for one group as for eight, and a scorer that is slow does not become slower by it.
+_WAIT_SHARE, _LONGEST_WAIT_S = 0.05, 0.25
 #: Codes after which the call may be made again: the scorer restarts (and cancels what it is at), or its queue is
 #: full.
 _AGAIN = frozenset(
@@ -60,7 +63,7 @@ class ScorerClient:
         sample_s: added to the deadline for each sample of a call: a reward function may take its limit for each.
         away_s: how long the scorer may be away, or let attempts run out of time, before the call fails.
         batch_samples: most samples in one call; a single group may exceed it.
-        batch_wait_s: how long a call waits for further groups.
+        batch_wait_s: how long a call waits for further groups, at least: a slow scorer's wait longer; 0: none does.
         token: that its calls must carry; "": none.
     """
 
@@ -89,6 +92,7 @@ class ScorerClient:
         self._away_s = away_s
         self._batch_samples = batch_samples
         self._batch_wait_s = batch_wait_s
+        self._last_call_s = 0.0  # what the last answer took
         self._metadata = (("application", application), *listen.metadata(token))
         self._channel = grpc.aio.insecure_channel(url.removeprefix("grpc://"), options=_OPTIONS)
         self._stub = scorer_pb2_grpc.ScorerServiceStub(self._channel)
@@ -132,7 +136,8 @@ class ScorerClient:
         await self._channel.close()
 
     async def _send_later(self) -> None:
-        await asyncio.sleep(self._batch_wait_s)
+        share = min(_LONGEST_WAIT_S, _WAIT_SHARE * self._last_call_s)
+        await asyncio.sleep(max(self._batch_wait_s, share) if self._batch_wait_s else 0)
         self._flush = None
         self._send_waiting()
 
@@ -159,9 +164,12 @@ class ScorerClient:
             if calls[0].traceparent:
                 metadata = (*metadata, ("traceparent", calls[0].traceparent))
             timeout_s = self._timeout_s + self._sample_s * len(samples)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
             response = await self._retry(
                 lambda: self._stub.Score(request, timeout=timeout_s, metadata=metadata), timeout_s
             )
+            self._last_call_s = loop.time() - began
             try:
                 results = self._check(codec.unpack(response.results), samples)
             except WireError as error:
