@@ -148,7 +148,7 @@ def _make_batch(
 ) -> tuple[AdvantageBatch, AdvantageReport]:
     raw = np.array([np.nan if sample.reward is None else sample.reward for sample in samples], np.float64)
     finite = np.isfinite(raw)
-    trained = np.array([bool(np.any(sample.loss_mask)) for sample in samples], np.bool_)
+    trained = np.array([sample.loss_mask.any() for sample in samples], np.bool_)
     valid = finite & trained
     rewards = np.where(valid, raw, np.nan)
     numbers: dict[str, int] = {}
@@ -191,10 +191,9 @@ def _token_rewards(
     """Token rewards of each sample, the KL estimates of the trained tokens, and the number of clamped ones."""
     penalised = config.kl_in == "reward" and config.kl_coef > 0
     result, penalties, clamped = [], [], 0
-    for sample, reward in zip(samples, rewards, strict=True):
+    for sample, reward in zip(samples, rewards.tolist(), strict=True):
         tokens = np.zeros(len(sample.response_ids))
-        if not np.isnan(reward):
-            sampled = np.flatnonzero(sample.loss_mask)
+        if not math.isnan(reward):
             if penalised:
                 if sample.ref_logprobs is None:
                     raise RoleError(
@@ -204,9 +203,10 @@ def _token_rewards(
                 kind = kl_kind(config.kl_estimator)
                 terms, cut = kl_terms(sample.logprobs, sample.ref_logprobs, sample.loss_mask, kind)
                 tokens -= config.kl_coef * terms
-                penalties.append(terms[sampled].astype(np.float64))
+                penalties.append(terms[np.flatnonzero(sample.loss_mask)].astype(np.float64))
                 clamped += cut
-            tokens[sampled[-1]] += reward
+            last = -1 if sample.loss_mask[-1] else np.flatnonzero(sample.loss_mask)[-1]
+            tokens[last] += reward
         result.append(tokens)
     return result, penalties, clamped
 
@@ -288,7 +288,7 @@ def _arrays(result: Any, batch: AdvantageBatch, name: str) -> list[Doubles]:
                 role="job",
             )
         tokens = np.where(mask > 0, value, 0.0) if scored else np.zeros(mask.shape)
-        if not np.isfinite(tokens).all():
+        if scored and not (np.isfinite(tokens).all() if value.shape else math.isfinite(value)):
             raise NightshiftError(f"{name} returned a value that is not finite for sample {index}", role="job")
         arrays.append(tokens)
     return arrays

@@ -29,8 +29,10 @@ class TokenTable:
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         of_token = _byte_level if byte_level else _as_it_is
         tokens = [backend.id_to_token(index) for index in range(size)]
-        self._all = [b"" if token is None else of_token(token) for token in tokens] + [b""] * max(0, rows - size)
-        self._plain = [b"" if index in special else token for index, token in enumerate(self._all)]
+        every = [b"" if token is None else of_token(token) for token in tokens] + [b""] * max(0, rows - size)
+        # Arrays of objects: to take T of them at once is twice as fast as to look up one after the other.
+        self._all = np.array(every, np.object_)
+        self._plain = np.array([b"" if index in special else token for index, token in enumerate(every)], np.object_)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, rows: int = 0) -> TokenTable | None:
@@ -44,7 +46,7 @@ class TokenTable:
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._all)):
             return None
         table = self._plain if skip_special_tokens else self._all
-        return b"".join(map(table.__getitem__, ids.tolist())).decode(errors="replace")
+        return b"".join(table.take(ids).tolist()).decode(errors="replace")
 
 
 def _as_it_is(token: str) -> bytes:

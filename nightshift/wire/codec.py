@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from nightshift.wire.errors import WireError
 
@@ -14,11 +17,18 @@ _ARRAY = 1
 #: Little-endian dtypes that may cross the wire. Object arrays can never appear here.
 _DTYPES = {name: np.dtype(name) for name in ("<f4", "<f8", "<i4", "<i8", "|u1", "|i1", "|b1", "<f2", "<u4", "<u8")}
 
-#: Bytes that msgpack sets aside for a message at first. By default it is a quarter of a MiB, twice where an array is
-#: packed within, which malloc fetches from the system and gives back each time: 15 us for a message of 100 bytes.
-_BUFFER, _HEAD = 4096, 64
-#: Their names by dtype, for arrays as this machine holds them.
-_NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype.isnative}
+#: Bytes that msgpack sets aside for a message at first. By default it is a quarter of a MiB, which malloc fetches from
+#: the system and gives back each time: 15 us for a message of 100 bytes.
+_BUFFER = 4096
+#: How the message of an array of one dimension begins, by dtype, for arrays as this machine holds them: an array of
+#: three (0x93), the name, a list of one (0x91). Nearly all arrays are of this kind, and msgpack itself is slow for
+#: something that is called from within.
+_BEGINNINGS: dict[np.dtype[Any], bytes] = {
+    dtype: b"\x93" + msgpack.packb(name) + b"\x91" for name, dtype in _DTYPES.items() if dtype.isnative
+}
+#: What follows: the length as a number of 32 bits (0xce), and that of the bytes (0xc6).
+_LENGTHS = struct.Struct(">BIBI")
+_LONGEST = 2**32 - 1
 
 
 def pack(value: Any) -> bytes:
@@ -33,6 +43,20 @@ def pack(value: Any) -> bytes:
     try:
         return bytes(msgpack.packb(value, default=_encode, use_bin_type=True, buf_size=_BUFFER))
     except Exception as error:  # msgpack raises several unrelated types on what it cannot write
+        raise WireError(f"cannot encode for the wire: {error}") from error
+
+
+def pack_known(value: Any) -> bytes:
+    """As :func:`pack`, in half the time, of a value whose types the caller knows.
+
+    Sets, dates and the like, which :func:`pack` refuses, have some form here.
+
+    Raises:
+        WireError: as :func:`pack`.
+    """
+    try:
+        return _QUICK.encode(value)
+    except Exception as error:  # of the types of msgspec and of what it calls
         raise WireError(f"cannot encode for the wire: {error}") from error
 
 
@@ -53,17 +77,39 @@ def unpack(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    if type(value) is np.ndarray and (native := _NAMES.get(value.dtype)) is not None:
-        data = msgpack.packb([native, value.shape, value.tobytes()], buf_size=value.nbytes + _HEAD)
-        return msgpack.ExtType(_ARRAY, data)
+    """What msgpack writes for a value that it does not know.
+
+    Raises:
+        TypeError: it has no place on the wire.
+    """
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_ARRAY, _message(value))
+    return _number(value)
+
+
+def _encode_quick(value: Any) -> Any:
+    """As :func:`_encode`, for msgspec."""
+    return msgspec.msgpack.Ext(_ARRAY, _message(value)) if isinstance(value, np.ndarray) else _number(value)
+
+
+_QUICK = msgspec.msgpack.Encoder(enc_hook=_encode_quick)
+
+
+def _message(value: NDArray[Any]) -> bytes:
+    if type(value) is np.ndarray and value.ndim == 1 and (beginning := _BEGINNINGS.get(value.dtype)) is not None:
+        data = value.tobytes()
+        if len(data) <= _LONGEST:
+            return beginning + _LENGTHS.pack(0xCE, len(value), 0xC6, len(data)) + data
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("masked array: its mask would be lost")
-    if isinstance(value, np.ndarray):
-        name = value.dtype.newbyteorder("<").str
-        if name not in _DTYPES:
-            raise TypeError(f"array of dtype {value.dtype}")
-        raw = np.ascontiguousarray(value).astype(name, copy=False).tobytes()
-        return msgpack.ExtType(_ARRAY, msgpack.packb([name, list(value.shape), raw]))
+    name = value.dtype.newbyteorder("<").str
+    if name not in _DTYPES:
+        raise TypeError(f"array of dtype {value.dtype}")
+    raw = np.ascontiguousarray(value).astype(name, copy=False).tobytes()
+    return bytes(msgpack.packb([name, list(value.shape), raw]))
+
+
+def _number(value: Any) -> Any:
     if isinstance(value, np.generic) and value.dtype.newbyteorder("<").str in _DTYPES:
         return value.item()
     raise TypeError(f"value of type {type(value).__name__}")

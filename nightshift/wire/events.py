@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 Event = dict[str, Any]
 
 _RESERVED = frozenset({"time", "kind", "run_id"})
@@ -28,6 +30,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "links": list,
 }
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+#: Takes an eighth of that, and knows more types: for the many events, whose values are plain.
+_QUICK = msgspec.json.Encoder()
 
 
 class EventLog:
@@ -58,7 +62,7 @@ class EventLog:
             ValueError: a field is named time, kind or run_id.
             TypeError: a value has no JSON form; the message names the field's type.
         """
-        self._held.append(self._line(kind, fields))
+        self._held.append(self._line(self._event(kind, fields)))
         self.flush()
 
     def append_soon(self, kind: str, **fields: Any) -> None:
@@ -66,7 +70,14 @@ class EventLog:
 
         For events of which there are many. Without a running event loop it is written at once.
         """
-        self._held.append(self._line(kind, fields))
+        event = self._event(kind, fields)
+        try:
+            line = _QUICK.encode(event) + b"\n"
+        except (TypeError, ValueError, OverflowError):  # a value of numpy, half a surrogate pair, a very large integer
+            line = self._line(event)
+        else:
+            self._tell(event)
+        self._held.append(line)
         if self._timer is None:
             try:
                 self._timer = asyncio.get_running_loop().call_later(_SOON_S, self.flush)
@@ -87,18 +98,23 @@ class EventLog:
             for listener in self.listeners:
                 listener(event)
 
-    def _line(self, kind: str, fields: Event) -> bytes:
+    def _event(self, kind: str, fields: Event) -> Event:
         if clash := _RESERVED & fields.keys():
             raise ValueError(f"event {kind!r}: the fields {sorted(clash)} are set by the log")
-        event = {"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields}
+        return {"time": self._clock(), "kind": kind, "run_id": self._run_id, **fields}
+
+    def _line(self, event: Event) -> bytes:
         try:
             text = _ENCODER.encode(event)
         except (TypeError, ValueError):  # it holds something that JSON has no form of
             event = plain(event)
             text = _ENCODER.encode(event)
+        self._tell(event)
+        return (text + "\n").encode(errors="replace")  # lone surrogates have no UTF-8 form
+
+    def _tell(self, event: Event) -> None:
         if self.listeners:
             self._told.append(event)
-        return (text + "\n").encode(errors="replace")  # lone surrogates have no UTF-8 form
 
     def close(self) -> None:
         """Closes the file; closing twice is harmless."""

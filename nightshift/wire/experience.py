@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class LossSpec:
 
 def pack_samples(samples: list[Sample]) -> bytes:
     """Encodes samples for the wire."""
-    return codec.pack([_sample_to_map(sample) for sample in samples])
+    return codec.pack_known([_sample_to_map(sample) for sample in samples])
 
 
 def unpack_samples(data: bytes) -> list[Sample]:
@@ -207,10 +208,11 @@ def unpack_loss(data: bytes) -> LossSpec:
 
 
 _SAMPLE_FIELDS = tuple(f.name for f in fields(Sample))
+_values_of = attrgetter(*_SAMPLE_FIELDS)
 
 
 def _sample_to_map(sample: Sample) -> dict[str, Any]:
-    values = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    values = dict(zip(_SAMPLE_FIELDS, _values_of(sample), strict=True))
     values["versions"] = [[span.version, span.start, span.end] for span in sample.versions]
     return values
 

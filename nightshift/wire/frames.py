@@ -61,7 +61,7 @@ class Frame:
 
 def pack_frame(frame: Frame) -> bytes:
     """A frame with its length before it."""
-    message = codec.pack(
+    message = codec.pack_known(
         {
             "request_id": frame.request_id,
             "start": frame.start,

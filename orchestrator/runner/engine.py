@@ -187,7 +187,7 @@ class Engine:
             "flush_tokens": self._flush_tokens,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            "stop_token_ids": np.array(request.stop_token_ids, np.int32),
+            "stop_token_ids": request.stop_token_ids,
             "seed": request.seed,
             "min_tokens": request.min_tokens,
             "ignore_eos": request.ignore_eos,
@@ -198,7 +198,7 @@ class Engine:
         collector = Collector(request.request_id, request.max_tokens)
         try:
             status, text = await self._frames.stream(
-                ROUTE, codec.pack(body), headers, collector.feed, self._deadlines, on_sent
+                ROUTE, codec.pack_known(body), headers, collector.feed, self._deadlines, on_sent
             )
         except TimeoutError as error:
             raise self._late(ROUTE, collector.partial()) from error

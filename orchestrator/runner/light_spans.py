@@ -34,22 +34,37 @@ _STATUS = {status: status.name.lower() for status in StatusCode}
 
 
 class LightSpan(Span):
-    """One span. Attributes are plain values; a second end is passed over, as OpenTelemetry asks."""
+    """One span. Attributes are plain values; a second end is passed over, as OpenTelemetry asks.
 
-    __slots__ = ("_attributes", "_context", "_links", "_name", "_parent_id", "_role", "_sink", "_start", "_status")
+    Its ids are kept as text, the form in which nearly all who ask want them.
+    """
+
+    __slots__ = (
+        "_attributes",
+        "_links",
+        "_name",
+        "_parent_id",
+        "_role",
+        "_sink",
+        "_start",
+        "_status",
+        "span_id",
+        "trace_id",
+    )
 
     def __init__(
         self,
         name: str,
-        context: SpanContext,
-        parent_id: int,
+        trace_id: str,
+        parent_id: str | None,
         links: Sequence[Link],
         attributes: dict[str, Any],
         sink: Sink,
         role: str,
     ) -> None:
         self._name = name
-        self._context = context
+        self.trace_id = trace_id
+        self.span_id = _random(8)
         self._parent_id = parent_id
         self._links = links
         self._attributes = attributes
@@ -60,7 +75,12 @@ class LightSpan(Span):
 
     def get_span_context(self) -> SpanContext:
         """Its ids."""
-        return self._context
+        return SpanContext(int(self.trace_id, 16), int(self.span_id, 16), is_remote=False, trace_flags=_SAMPLED)
+
+    @property
+    def traceparent(self) -> str:
+        """What makes a callee's spans its children."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
 
     def is_recording(self) -> bool:
         """Whether it has not ended."""
@@ -101,14 +121,13 @@ class LightSpan(Span):
         if sink is None:
             return
         attributes = self._attributes
-        trace_id, span_id = self._context[:2]
         sink(
             {
                 "name": self._name,
                 "role": attributes.pop("role", self._role),
-                "trace_id": f"{trace_id:032x}",
-                "span_id": f"{span_id:016x}",
-                "parent_id": f"{self._parent_id:016x}" if self._parent_id else None,
+                "trace_id": self.trace_id,
+                "span_id": self.span_id,
+                "parent_id": self._parent_id,
                 "links": [
                     {"trace_id": f"{link.context.trace_id:032x}", "span_id": f"{link.context.span_id:016x}"}
                     for link in self._links
@@ -147,18 +166,14 @@ class LightTracer(Tracer):
         """A span below that of the context, or the root of a new trace. It is started now, whatever the kind."""
         parent = get_current_span(context)
         if parent is INVALID_SPAN:
-            trace_id, parent_id = _random(16), 0
-        else:
-            above = parent.get_span_context()
-            trace_id, parent_id = above.trace_id, above.span_id
-        ids = SpanContext(trace_id, _random(8), is_remote=False, trace_flags=_SAMPLED)
-        return LightSpan(name, ids, parent_id, links or (), dict(attributes or {}), self._sink, self._role)
-
-    def below(self, parent: Span, name: str, attributes: dict[str, Any]) -> Span:
-        """A span below another one, as by :meth:`start_span` without a context; it takes the attributes for its own."""
+            return LightSpan(name, _random(16), None, links or (), dict(attributes or {}), self._sink, self._role)
         above = parent.get_span_context()
-        ids = SpanContext(above.trace_id, _random(8), is_remote=False, trace_flags=_SAMPLED)
-        return LightSpan(name, ids, above.span_id, (), attributes, self._sink, self._role)
+        trace_id, parent_id = f"{above.trace_id:032x}", f"{above.span_id:016x}"
+        return LightSpan(name, trace_id, parent_id, links or (), dict(attributes or {}), self._sink, self._role)
+
+    def below(self, parent: LightSpan, name: str, attributes: dict[str, Any]) -> Span:
+        """A span below another one, as by :meth:`start_span` without a context; it takes the attributes for its own."""
+        return LightSpan(name, parent.trace_id, parent.span_id, (), attributes, self._sink, self._role)
 
     @contextmanager
     def start_as_current_span(  # type: ignore[override]  # OpenTelemetry's own decorator does more than yield
@@ -169,8 +184,8 @@ class LightTracer(Tracer):
             yield span
 
 
-def _random(size: int) -> int:
+def _random(size: int) -> str:
     """An id that is not 0, from the operating system: training seeds ``random`` alike in every process."""
-    while not (number := int.from_bytes(os.urandom(size), "big")):
+    while not any(number := os.urandom(size)):
         pass
-    return number
+    return number.hex()

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, Tracer
 
 from nightshift.wire import telemetry
 from nightshift.wire.trace import TraceContext, new_span_id
-from orchestrator.runner.light_spans import LightTracer
+from orchestrator.runner.light_spans import LightSpan, LightTracer
 
 ROLE = "orchestrator"
 
@@ -91,7 +91,7 @@ class Tracing:
     def child(self, name: str, parent: Span, *, role: str = ROLE, **attributes: Any) -> Span:
         """A span below another one; the caller ends it."""
         attributes.update(role=role, job_trace_id=self.job_trace_id)
-        if isinstance(self._tracer, LightTracer):
+        if isinstance(self._tracer, LightTracer) and isinstance(parent, LightSpan):
             return self._tracer.below(parent, name, attributes)
         return self._tracer.start_span(
             name, context=trace.set_span_in_context(parent, Context()), attributes=attributes
@@ -121,7 +121,8 @@ class _Within(AbstractContextManager[str]):
         self._span = span
 
     def __enter__(self) -> str:
-        return telemetry.traceparent_of(self._span)
+        span = self._span
+        return span.traceparent if isinstance(span, LightSpan) else telemetry.traceparent_of(span)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

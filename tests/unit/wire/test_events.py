@@ -32,20 +32,25 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-@given(st.lists(json_values, max_size=6))
-def test_events_come_back_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
+@pytest.mark.parametrize("soon", [False, True])
+@given(values=st.lists(json_values, max_size=6))
+def test_events_come_back_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, soon: bool, values: list[Any]
+) -> None:
     path = tmp_path_factory.mktemp("events") / "events.jsonl"
     with EventLog(path, "run-1", clock=lambda: 12.5) as log:
         for value in values:
-            log.append("step", value=value)
+            (log.append_soon if soon else log.append)("step", value=value)
     assert read_events(path) == [
         {"time": 12.5, "kind": "step", "run_id": "run-1", "value": without_nan(value)} for value in values
     ]
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+@pytest.mark.parametrize("soon", [False, True])
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path, soon: bool) -> None:
     with EventLog(tmp_path / "e", "r") as log:
-        log.append("step", metrics={"a": float("nan"), "b": np.float32("inf"), "c": np.float64(0.5), "d": np.arange(2)})
+        append = log.append_soon if soon else log.append
+        append("step", metrics={"a": float("nan"), "b": np.float32("inf"), "c": np.float64(0.5), "d": np.arange(2)})
     assert read_events(tmp_path / "e")[0]["metrics"] == {"a": None, "b": None, "c": 0.5, "d": [0, 1]}
 
 
