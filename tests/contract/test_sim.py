@@ -29,9 +29,10 @@ class OnSimEngines(FakeRun):
     """The run of the other contract tests, with simulated engines in place of fake ones."""
 
     speed = Speed(slots=8, kv_tokens=2000)
+    factor = 2.0
 
     def _engine(self, store: Path, name: str, *, token_s: float, route: bool) -> FakeEngine:
-        clock, logs = Clock(2.0), self.run_dir / "logs"
+        clock, logs = Clock(self.factor), self.run_dir / "logs"
         return SimEngine(store, name, clock=clock, speed=self.speed, lengths=SHORT, route=route, logs=logs)
 
 
@@ -46,9 +47,15 @@ async def test_a_run_on_simulated_engines_is_audited(tmp_path: Path, staleness: 
         assert run.engine.running == 0
 
 
+class OnSlowEngines(OnSimEngines):
+    """Responses that take far longer than a push does, on a busy machine too."""
+
+    factor = 0.25
+
+
 async def test_weights_change_under_simulated_responses(tmp_path: Path) -> None:
     settings = {"pipeline": {"max_staleness": 2}, "rollout": {"max_response_length": 64, "flush_tokens": 8}}
-    async with OnSimEngines(tmp_path, prompts=24, **settings) as run:
+    async with OnSlowEngines(tmp_path, prompts=24, **settings) as run:
         assert await run.run() == 0, run.error()
         audit(run, steps=12, staleness=2)
         assert max(len(sample.versions) for update in run.updates for sample in update.samples) >= 2

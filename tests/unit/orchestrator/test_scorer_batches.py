@@ -19,7 +19,8 @@ def calls(latency_s: float, apart_s: float, wait_s: float) -> list[int]:
 
     async def go() -> FakeScorers:
         scorers = SimScorers(Clock(), latency_s=latency_s, keep=True)
-        with mock.patch.object(scorer.scorer_pb2_grpc, "ScorerServiceStub", lambda _: InProcessStub(scorers)):
+        stub = InProcessStub(scorers)
+        with mock.patch.object(scorer.scorer_pb2_grpc, "ScorerServiceStub", return_value=stub):
             client = scorer.ScorerClient(
                 "reward",
                 "grpc://127.0.0.1:1",
