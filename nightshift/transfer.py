@@ -1,16 +1,20 @@
-"""How published weights reach the rollout servers of a job: by a shared folder, by HTTP, or inside a GPU."""
+"""How published weights reach the servers of a job: by a shared folder, by HTTP, inside GPUs, or between them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
 from nightshift.config.job import JobSpec
-from nightshift.gpu import Device
+from nightshift.gpu import Device, Placement
 from nightshift.wire.errors import BadInputError
 
-Transfer = Literal["shared_memory", "http", "ipc"]
+Transfer = Literal["shared_memory", "http", "ipc", "nccl"]
 
+#: NCCL's own variable.
+_SEVERAL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -21,7 +25,8 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         device: of the trainer and of servers that are started for the job.
 
     Raises:
-        BadInputError: "ipc" is asked for where no CUDA handle can reach the server.
+        BadInputError: "ipc" is asked for where no CUDA handle can reach the servers, or "nccl" without CUDA or of a
+            fleet.
     """
     rollout = spec.rollout
     if spec.resources.agents.trainer is not None:
@@ -31,6 +36,13 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         raise BadInputError(
             "rollout.weight_transfer is ipc, which needs servers that are started on CUDA devices of the trainer's "
             "machine",
+            role="rollout",
+            fix="Set it to auto",
+        )
+    if rollout.weight_transfer == "nccl" and (device != "cuda" or rollout.fleet is not None):
+        raise BadInputError(
+            "rollout.weight_transfer is nccl, which needs a trainer on CUDA, and servers that are started for the job "
+            "or named by rollout.url",
             role="rollout",
             fix="Set it to auto",
         )
@@ -44,4 +56,26 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
 
 def weight_backend(transfer: Transfer) -> str:
     """Name of vLLM's weight-transfer engine for it."""
-    return "ipc" if transfer == "ipc" else "safetensors"
+    return transfer if transfer in ("ipc", "nccl") else "safetensors"
+
+
+def check_nccl(spec: JobSpec, placement: Placement | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Checks that no server has a device together with the trainer's first rank, where NCCL is to send it weights.
+
+    Args:
+        placement: which CUDA device each role has; None on a CPU.
+
+    Raises:
+        BadInputError: one has: NCCL takes one process a device.
+    """
+    rollout = spec.rollout
+    if rollout.weight_transfer != "nccl" or placement is None or not rollout.own_servers:
+        return
+    alone = environment.get(_SEVERAL_VARIABLE) != "1"  # NCCL 2.30 and later take several where it is asked for
+    if alone and placement.trainer[0] in placement.servers(rollout.servers):
+        raise BadInputError(
+            f"rollout.weight_transfer is nccl, and a server shares CUDA device {placement.trainer[0]} with the "
+            "trainer's first rank, which NCCL refuses",
+            role="rollout",
+            fix="Set it to auto, or resources.trainer_gpus and rollout_gpu to different devices",
+        )

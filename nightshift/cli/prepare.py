@@ -18,6 +18,7 @@ from nightshift.config.rewards import ClassifierReward, EmbeddingReward
 from nightshift.config.scorers import REMOTE
 from nightshift.gpu import ask_driver, find_device, place
 from nightshift.sleep import check_sleep
+from nightshift.transfer import check_nccl
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleTimeoutError
 
 #: Longest time for fetching or making a model.
@@ -114,7 +115,9 @@ def check_device(spec: JobSpec) -> None:
     """
     device = find_device(spec.resources.device)
     driver = ask_driver() if device == "cuda" else None
-    check_sleep(spec, device, place(spec.resources, spec.trainer.ranks, len(driver.gpus)) if driver else None)
+    placement = place(spec.resources, spec.trainer.ranks, len(driver.gpus)) if driver else None
+    check_sleep(spec, device, placement)
+    check_nccl(spec, placement)
     if driver is not None:
         check_gpu_memory(spec, read_shape(Path(spec.model.path)), driver.gpus)
 

@@ -70,8 +70,9 @@ class ResourcesConfig(Section):
     """Folder in which the published weights lie, in memory."""
 
     weight_host: str = "127.0.0.1"
-    """Name or address under which rollout servers reach the server of published weights; it listens there alone where
-    it is loopback, else on all interfaces. Token and weights travel in the clear: use a network of your own."""
+    """Name or address under which rollout servers reach the server of published weights, or with NCCL the store from
+    which vLLM before 0.32 takes a communicator's id; these listen there alone where it is loopback, else on all
+    interfaces. Token and weights travel in the clear: use a network of your own."""
 
     otlp_host: str = "127.0.0.1"
     """Name or address under which other hosts reach the runner's receiver of spans; it listens there alone where it is

@@ -76,10 +76,11 @@ class RolloutConfig(Section):
     """A fleet of the job service, whose servers are lent to the job in turns with others: its name, or a section with
     ``name``, ``weight``, ``min_servers`` and ``max_servers``; null: the job has servers of its own."""
 
-    weight_transfer: Literal["auto", "shared_memory", "http", "ipc"] = "auto"
+    weight_transfer: Literal["auto", "shared_memory", "http", "ipc", "nccl"] = "auto"
     """How published weights reach the servers: a file in ``resources.weight_store``, a download from the trainer's side
-    (no shared folder is needed), or CUDA IPC; auto: IPC to servers that are started on GPUs of this machine, HTTP to
-    servers elsewhere or of a fleet."""
+    (no shared folder is needed), CUDA IPC, or NCCL; auto: IPC to servers that are started on GPUs of this machine, HTTP
+    to servers elsewhere or of a fleet. NCCL needs the same version of NCCL on both sides; servers of ``url`` must have
+    been started with ``--weight-transfer-config '{"backend": "nccl"}'``."""
 
     dtype: DType = "float32"
     """Precision of the server. A bfloat16 server rounds away updates below half a step of the weight."""

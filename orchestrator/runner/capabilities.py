@@ -27,6 +27,7 @@ class Capabilities:
         keep_cache: whether running responses can keep their cache at an update, without new ones sharing it.
         sleep_routes: whether it has the routes to sleep and wake.
         sleep: whether it also gives its memory back then.
+        backend: vLLM's weight-transfer engine that it was started with; "": unknown.
     """
 
     vllm: str
@@ -35,6 +36,7 @@ class Capabilities:
     keep_cache: bool = False
     sleep_routes: bool = False
     sleep: bool = False
+    backend: str = ""
 
 
 def from_info(name: str, info: dict[str, Any]) -> Capabilities:
@@ -68,7 +70,22 @@ def from_info(name: str, info: dict[str, Any]) -> Capabilities:
         keep_cache=bool(found.get("keep_cache")),
         sleep_routes=set(routes) >= SLEEP_ROUTES,
         sleep=bool(found.get("sleep")),
+        backend=str(info.get("weight_backend") or ""),
     )
+
+
+def check_backend(name: str, found: Capabilities, wanted: str) -> None:
+    """Checks that a server takes weights in the way in which they are published.
+
+    Raises:
+        RoleError: it was started for another one.
+    """
+    if found.backend not in ("", wanted):
+        raise RoleError(
+            f"vLLM server {name} takes weights by {found.backend!r}, and they are published for {wanted!r}",
+            role="rollout",
+            fix=f'Start it with --weight-transfer-config \'{{"backend": "{wanted}"}}\', or set rollout.weight_transfer',
+        )
 
 
 def check_sleep(name: str, found: Capabilities) -> None:

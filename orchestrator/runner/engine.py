@@ -37,6 +37,8 @@ from orchestrator.runner.deadlines import Deadlines
 from orchestrator.runner.files import Room
 from orchestrator.runner.http1 import ConnectionLostError, Http1Client
 from orchestrator.runner.load import Load, parse_load
+from orchestrator.runner.reply import Reply, object_of
+from orchestrator.runner.weight_link import Sending
 
 #: Idle connections are closed before the server, which does so after 5 s, can close them under a request.
 _KEEPALIVE_S = 2.0
@@ -130,9 +132,9 @@ class Engine:
             name = self.address.name
             info = await self._get(INFO)
             if info.status_code == 200:
-                self.capabilities = from_info(name, _object(info, name, INFO))
+                self.capabilities = from_info(name, object_of(info, name, INFO))
             else:
-                version = str(_object(await self._get("/version"), name, "/version").get("version", ""))
+                version = str(object_of(await self._get("/version"), name, "/version").get("version", ""))
                 statuses = {path: (await self._get(path)).status_code for path in ("/is_paused", "/weight_info")}
                 probe = await self._request("POST", GENERATE, body={}, timeout_s=_ADMIN_TIMEOUT_S)
                 self.capabilities = from_statuses(name, version, statuses | {GENERATE: probe.status_code})
@@ -255,6 +257,14 @@ class Engine:
         """Prepares the weight transfer; once per start of the server."""
         await self._call("POST", "/init_weight_transfer_engine", body={"init_info": info})
 
+    async def workers(self) -> int:
+        """Processes that hold its weights."""
+        path = "/get_world_size"
+        size = (await self._call("GET", path)).get("world_size")
+        if not isinstance(size, int) or size < 1:
+            raise InvalidAnswerError(f"{self.address.name} answered {path} with {size!r}", "workers")
+        return size
+
     async def pause(self, mode: str = "keep", *, clear_cache: bool = True) -> None:
         """Stops decoding; running requests are kept ("keep") or waited for ("wait").
 
@@ -313,6 +323,7 @@ class Engine:
         mode: str = "keep",
         keep_cache: bool = False,
         sleeps: bool = False,
+        sending: Sending | None = None,
     ) -> float:
         """Takes new weights under running requests; returns the seconds for which decoding stood still.
 
@@ -323,6 +334,7 @@ class Engine:
                 keep new requests from them.
             sleeps: whether it may be asleep: its weights wake before the update and its cache after it, so that no
                 more than needed is there beside what the trainer still holds.
+            sending: what the trainer does while the server takes the weights; None: nothing.
 
         After any failure the server is resumed with the weights it has, so that nothing waits for ever; whether they
         may be used is for the caller's probe to say.
@@ -345,7 +357,7 @@ class Engine:
         await self.pause(mode, clear_cache=not (keep_cache and able.keep_cache))
         try:
             await self._start_update()
-            await self._call("POST", "/update_weights", body={"update_info": update_info})
+            await self._take(update_info, sending)
             await self._call("POST", "/finish_weight_update", body={"weight_version": version})
         finally:
             if asleep:  # never resumed without it: requests would be drawn into memory that is not there
@@ -359,6 +371,13 @@ class Engine:
                 f"{self.address.name} holds {held!r} after a push of {version!r}", role="rollout"
             )
         return time.perf_counter() - began
+
+    async def _take(self, update_info: dict[str, Any], sending: Sending | None) -> None:
+        path, body = "/update_weights", {"update_info": update_info}
+        if sending is None:
+            await self._call("POST", path, body=body)
+        else:
+            await sending.beside(self._call("POST", path, body=body, timeout_s=sending.patience_s))
 
     async def _start_update(self) -> None:
         try:
@@ -388,7 +407,7 @@ class Engine:
             method, path, body=body, headers=headers, timeout_s=timeout_s, on_sent=on_sent, client=client
         )
         self._check_status(answer.status_code, answer.text, path)
-        return _object(answer, self.address.name, path)
+        return object_of(answer, self.address.name, path)
 
     async def _get(self, path: str) -> Reply:
         """An answer of any status but those that say that the server is away."""
@@ -445,27 +464,6 @@ class Engine:
             raise EngineRefusedError(f"{name} refused {path} with {status}: {text[:300]}", role="rollout")
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A whole answer."""
-
-    status_code: int
-    content: bytes
-
-    @property
-    def text(self) -> str:
-        """The body as text."""
-        return self.content.decode(errors="replace")
-
-    def json(self) -> Any:
-        """The body, decoded.
-
-        Raises:
-            ValueError: it is no JSON.
-        """
-        return json.loads(self.content)
-
-
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
@@ -482,11 +480,3 @@ def _extensions(on_sent: Callable[[], None] | None) -> dict[str, Any] | None:
             tell()
 
     return {"trace": trace}
-
-
-def _object(answer: Reply, name: str, path: str) -> dict[str, Any]:
-    try:
-        value = answer.json() if answer.content else {}
-    except ValueError as error:
-        raise EngineAwayError(f"{name} answered {path} with something else than JSON") from error
-    return value if isinstance(value, dict) else {}

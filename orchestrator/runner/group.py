@@ -359,7 +359,7 @@ def combine_rewards(
         if len(names) > 1:
             sample.reward_parts[name] = value
         total += weight * value
-    sample.reward = _finite(" + ".join(names), total, sample)
+    sample.reward = _finite(" + ".join(name or "reward" for name in names), total, sample)
 
 
 def _finite(name: str, value: Any, sample: Sample) -> float:

@@ -14,12 +14,13 @@ from nightshift.wire.errors import NightshiftError, RoleError, RoleTimeoutError
 from nightshift.wire.experience import Floats
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import EngineAwayError
-from orchestrator.runner.capabilities import check_sleep
+from orchestrator.runner.capabilities import check_backend, check_sleep
 from orchestrator.runner.engine import Engine, EngineAddress
 from orchestrator.runner.health import Health, ProbeLimits, ServerState, probe_error, probe_failure
 from orchestrator.runner.published import probe_values
 from orchestrator.runner.stall import StallRule
 from orchestrator.runner.trainer import Publication
+from orchestrator.runner.weight_link import WeightLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Server:
         self.pushing = asyncio.Lock()
         self.stall = StallRule(stall_timeout_s)
         self._initialised = False
+        self._link: WeightLink | None = None  # over which it was initialised
         self._noise: float | None = None  # how far from the trainer it was when it was first proved
         self._held_values: Floats | None = None  # of the probe, by the trainer, for the weights that it held last
 
@@ -114,15 +116,21 @@ class Server:
             able = await self.engine.connect()
             if proof.sleeps:
                 check_sleep(self.name, able)
-            if not self._initialised:
-                await self.engine.init_transfer(self.address.init_info)
-                self._initialised = True
+            link = publication.link
+            if not self._initialised or self._link is not link:  # another trainer has links of its own
+                check_backend(self.name, able, publication.backend)
+                if link is None:
+                    await self.engine.init_transfer(self.address.init_info)
+                else:
+                    await link.join(self.name, self.engine, able.vllm)
+                self._initialised, self._link = True, link
             pause = await self.engine.push(
                 publication.update_info,
                 publication.version,
                 mode=proof.mode,
                 keep_cache=proof.keep_cache,
                 sleeps=proof.sleeps,
+                sending=None if link is None else link.sending(self.name, publication.version, publication.bytes),
             )
             await self._prove(publication, proof)
         except NightshiftError:

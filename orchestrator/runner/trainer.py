@@ -18,6 +18,7 @@ from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictE
 from nightshift.wire.experience import LossSpec, Sample, pack_loss, pack_samples
 from nightshift.wire.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from orchestrator.runner.trainer_files import TrainerFiles
+from orchestrator.runner.weight_link import WeightLink
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _SHORT_S = 60.0
@@ -47,6 +48,7 @@ class Publication:
     probe: list[dict[str, Any]]
     changed_fraction: float
     seconds: float
+    link: WeightLink | None = None  # by which they are sent; None: the server takes them by itself
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class TrainerClient:
         self._replaced = replaced
         self._channel = grpc.aio.insecure_channel(url.removeprefix("grpc://"), options=_OPTIONS)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+        self._link = WeightLink(self._once)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -200,6 +203,7 @@ class TrainerClient:
             probe=codec.unpack(answer.probe) if answer.probe else [],
             changed_fraction=answer.changed_fraction,
             seconds=answer.seconds,
+            link=self._link if answer.backend == "nccl" else None,
         )
 
     async def save(self, manifest: dict[str, Any], *, state_dir: str, export_dir: str, traceparent: str) -> float:
@@ -226,6 +230,14 @@ class TrainerClient:
     def _there(self, folder: str) -> str:
         """A folder of the run as the trainer's host names it."""
         return folder if self._files is None or not folder else self._files.there(Path(folder))
+
+    async def _once(self, name: str, request: Any, timeout_s: float) -> Any:
+        """A call that concerns one server: its failure is that of bringing weights to that server, and no more."""
+        try:
+            return await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            cause = _first_line(error.details())
+            raise RoleError(f"{name} failed ({error.code().name}): {cause}", role="trainer") from error
 
     async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         deadline = time.monotonic() + self._away_s

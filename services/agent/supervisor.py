@@ -21,7 +21,7 @@ from nightshift.config.load import read_resolved
 from nightshift.config.scorers import REMOTE
 from nightshift.gpu import find_device
 from nightshift.sleep import check_sleep
-from nightshift.transfer import Transfer, weight_backend, weight_transfer
+from nightshift.transfer import Transfer, check_nccl, weight_backend, weight_transfer
 from nightshift.wire.diagnose import translate
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
 from nightshift.wire.events import EventLog
@@ -140,6 +140,7 @@ class Supervisor:
         gpus = machine.allot_gpus(spec, device)
         if "rollout" in here:
             check_sleep(spec, device, gpus)
+            check_nccl(spec, gpus)
         cores = machine.allot_cores(spec.resources, device, machine.available_cores(), spec.rollout.servers)
         os.environ[_RUN_ID_VARIABLE] = self._run_id
         os.environ[machine.TRAINER_CORES_VARIABLE] = json.dumps(cores.trainer)
@@ -232,7 +233,7 @@ class Supervisor:
                 fix="Set resources.weight_store to a folder in memory",
             )
         leftovers.remove_stale(parent, "nightshift-*")
-        if transfer != "ipc":
+        if transfer not in ("ipc", "nccl"):
             machine.check_store_room(spec, parent)
         self._store = parent / f"nightshift-{self._run_id}"
         # A folder of this run that is there already is that of an agent that was killed: its files are of no use.

@@ -138,6 +138,12 @@ class EngineClient:
 
         return SALT in inspect.signature(tokens_input).parameters
 
+    @property
+    def weight_backend(self) -> str:
+        """Weight-transfer engine that it was started with; "" for none."""
+        config = getattr(self._client.vllm_config, "weight_transfer_config", None)
+        return str(getattr(config, "backend", ""))
+
     def routes(self) -> list[str]:
         """Paths that the server has."""
         return sorted({path for route in self._app.routes if isinstance(path := getattr(route, "path", None), str)})

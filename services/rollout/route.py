@@ -89,6 +89,7 @@ class Route:
                 "weight_version": self._streams.tracker.version,
                 "incarnation": os.environ.get(INCARNATION_VARIABLE, ""),
                 "routes": engine.routes(),
+                "weight_backend": engine.weight_backend,
                 "capabilities": {**engine.capabilities(), "prefetch": True},
             },
         )

@@ -1,7 +1,8 @@
 """``python -m services.rollout.serve JOB [key=value…]``: one vLLM server for runs on other machines, by URL.
 
 It becomes the server that ``nightshift run`` would start for the job file, reachable under ``--host``. Its token is
-``NIGHTSHIFT_ROLLOUT_TOKEN``; weights come from below ``NIGHTSHIFT_WEIGHT_URL`` alone, into ``NIGHTSHIFT_WEIGHT_CACHE``.
+``NIGHTSHIFT_ROLLOUT_TOKEN``; weights come from below ``NIGHTSHIFT_WEIGHT_URL`` alone, into ``NIGHTSHIFT_WEIGHT_CACHE``,
+or from the trainer by NCCL where the job's ``rollout.weight_transfer`` is nccl.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def command_of(job: Path, overrides: list[str], host: str, port: int, environmen
     Raises:
         BadInputError: the job cannot be read, its model is no local folder, or a variable is missing.
     """
-    missing = [name for name in (TOKEN_VARIABLE, URL_VARIABLE) if not environment.get(name)]
-    if missing:
-        raise BadInputError(f"{' and '.join(missing)} must be set for a server that others reach", role="rollout")
     spec = load_job(job, overrides, check_files=False)
+    nccl = spec.rollout.weight_transfer == "nccl"
+    needed = (TOKEN_VARIABLE,) if nccl else (TOKEN_VARIABLE, URL_VARIABLE)
+    if missing := [name for name in needed if not environment.get(name)]:
+        raise BadInputError(f"{' and '.join(missing)} must be set for a server that others reach", role="rollout")
     device = find_device(spec.resources.device)
     cache = environment.get(CACHE_VARIABLE)
     command = server_command(
@@ -44,8 +46,8 @@ def command_of(job: Path, overrides: list[str], host: str, port: int, environmen
         device=device,
         cores=spec.resources.rollout_cores or [] if device == "cpu" else [],
         gpu=spec.resources.rollout_gpu,
-        weight_backend="safetensors",
-        weights_url=environment[URL_VARIABLE],
+        weight_backend="nccl" if nccl else "safetensors",
+        weights_url=environment.get(URL_VARIABLE) or None,
         cache=Path(cache) if cache else None,
         otlp=environment.get("NIGHTSHIFT_OTLP_ENDPOINT") or None,
         max_positions=max_positions(Path(spec.model.path)),

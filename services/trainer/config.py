@@ -40,7 +40,8 @@ class RankConfig:
     threads: int = 1
     device: str = "cpu"  # "cpu" or "cuda"
     rollout_dtype: str = "float32"  # precision in which weights are published
-    weight_backend: str = "safetensors"  # how they are published: "safetensors" or "ipc"
+    weight_backend: str = "safetensors"  # how they are published: "safetensors", "ipc" or "nccl"
+    weight_host: str = "127.0.0.1"  # under which servers reach rank 0, with "nccl"
     deterministic: bool = True  # algorithms that give the same bits each time, where torch has them
     compile: bool = False  # fuse the layers' small operations (torch.compile, layer by layer)
     gpus: tuple[int, ...] = ()  # CUDA devices of the ranks, by rank; empty: what Ray gives
@@ -115,6 +116,8 @@ class RankConfig:
         trainer, cuda = spec.trainer, device == "cuda"
         # One kernel attends there, whose backward pass sums in no fixed order.
         packs = cuda and not spec.pipeline.deterministic
+        backend = weight_backend(weight_transfer(spec, "cuda" if cuda else "cpu"))
+        targets = dict.fromkeys(gpus.servers(spec.rollout.servers)) if gpus and backend == "ipc" else ()
         return cls(
             model_path=spec.model.path,
             tokenizer_path=spec.model.tokenizer,
@@ -137,10 +140,11 @@ class RankConfig:
             threads=trainer.threads,
             device=device,
             rollout_dtype=spec.rollout.dtype,
-            weight_backend=weight_backend(weight_transfer(spec, "cuda" if cuda else "cpu")),
+            weight_backend=backend,
+            weight_host=spec.resources.weight_host,
             deterministic=spec.pipeline.deterministic or not cuda,
             compile=cuda if trainer.compile is None else trainer.compile,
             gpus=gpus.trainer if gpus and cuda else (),
             takes_turns=spec.rollout.sleep_mode and cuda,
-            rollout_gpus=tuple(dict.fromkeys(gpus.servers(spec.rollout.servers))) if gpus and cuda else (),
+            rollout_gpus=tuple(targets),
         )

@@ -24,6 +24,7 @@ from services.trainer.aggregate import divisor
 from services.trainer.batching import trained
 from services.trainer.checks import check_loss_spec, check_samples, check_sequences
 from services.trainer.folders import commit, read_manifest, temporary
+from services.trainer.sender import WeightSender
 from services.trainer.sums import PartSums, to_metrics
 from services.trainer.updates import PartKey, UpdateLog
 
@@ -47,6 +48,10 @@ class Ranks(Protocol):
             RankFailedError: the ranks cannot go on.
             NightshiftError: what a rank raised; the ranks can go on.
         """
+        ...
+
+    async def beside(self, method: str, *args: Any) -> Any:
+        """See :class:`services.trainer.sender.Beside`."""
         ...
 
     def give_up(self, error: RankFailedError) -> None:
@@ -130,6 +135,7 @@ class Coordinator:
         self.facts = facts
         self.incarnation = secrets.token_hex(8)
         self.optimizer_steps = int(facts["optimizer_steps"])
+        self.sender = WeightSender(ranks)
         self._ranks = ranks
         self._store = store
         self._export_dtype = export_dtype
@@ -231,6 +237,7 @@ class Coordinator:
                     answer = self._published[1]
                     if answer.backend != "safetensors" or (self._store / answer.update_info["path"]).is_file():
                         return replace(answer, probe=values, seconds=time.monotonic() - began)
+                await self.sender.settle()
                 written = next(filter(None, await self._ranks.call("publish", str(self._store))))
                 answer = PublishAnswer(
                     update_info=written.update_info,
@@ -242,6 +249,7 @@ class Coordinator:
                     backend=written.backend,
                 )
                 self._published = (version, answer)
+                self.sender.version = version if answer.backend == "nccl" else ""
                 return answer
 
         return await _uninterrupted(work())
@@ -421,7 +429,7 @@ class Coordinator:
     def _reset(self, version: str) -> None:
         self._log.reset(version)
         self._batch = None
-        self._published = None
+        self._published, self.sender.version = None, ""
 
     def _finished(self, key: PartKey, task: asyncio.Task[UpdateAnswer]) -> None:
         self._running.pop(key, None)

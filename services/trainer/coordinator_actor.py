@@ -31,6 +31,8 @@ _GRACE_S = 5.0
 _WATCH_S = 1.0
 #: Share of a GPU of a single rank: the reference model may lie on the same one.
 _GPU_SHARE = 0.25
+#: Ray's name for calls to rank 0 beside the training, and how many there may be at once.
+_BESIDE, _SERVERS = "beside", 16
 
 
 class RayRanks:
@@ -82,6 +84,19 @@ class RayRanks:
         finally:
             self._calls -= 1
 
+    async def beside(self, method: str, *args: Any) -> Any:
+        """Calls a method of rank 0 beside the others; see :class:`services.trainer.sender.Beside`."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return await _awaited(getattr(self._actors[0], method).options(concurrency_group=_BESIDE).remote(*args))
+        except RayActorError as error:
+            raise RankFailedError(f"rank 0 died: {_death(error)}", role="trainer", fix=_RESTART) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, NightshiftError):
+                raise error.cause from None
+            raise RoleError(f"rank 0 failed to {method}: {explain(error.cause)}", role="trainer") from error
+
     async def watch(self) -> None:
         """Notices ranks that die while nothing is asked of them; ends when one has."""
         while self.failure is None:
@@ -113,8 +128,11 @@ class RayRanks:
         self._group = placement_group([bundle] * self.world, strategy="PACK")
         await self._group.ready()
         remote = ray.remote(RankActor)
+        # Threads beside the one that trains, for as many servers at once.
+        sends = self._config.weight_backend == "nccl"
+        first = ray.remote(concurrency_groups={_BESIDE: _SERVERS})(RankActor) if sends else remote
         for rank in range(self.world):
-            options = remote.options(
+            options = (remote if rank else first).options(
                 num_cpus=1,
                 num_gpus=gpus,
                 max_restarts=0,

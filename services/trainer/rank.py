@@ -22,6 +22,7 @@ from services.trainer.checkpoint import export_hf, load_engine, save_engine
 from services.trainer.checks import check_loss_spec, check_samples
 from services.trainer.config import RankConfig
 from services.trainer.engine import Engine, init_process_group
+from services.trainer.links import Links, nccl_links
 from services.trainer.losses import LossInputs, kl_terms, policy_loss
 from services.trainer.model_folder import DTYPES
 from services.trainer.policy import can_share, load_policy, to_device, upload
@@ -73,6 +74,7 @@ class TrainerRank:
         if config.compiles:
             self._compile()
         self._shared: SharedWeights | None = None
+        self._links: Links | None = None
         self._seen: list[dict[str, Any]] = []
 
     def _load(self) -> None:
@@ -207,7 +209,7 @@ class TrainerRank:
         Raises:
             RoleError: the store cannot be written, or the device has no room.
         """
-        if self.config.weight_backend == "ipc":
+        if self.config.weight_backend != "safetensors":
             publication = self._publish_on_device()
         else:
             tensors = self._gathered(self.config.rollout_dtype)
@@ -247,15 +249,32 @@ class TrainerRank:
     def _publish_on_device(self) -> Publication | None:
         partitioned = self.config.zero_stage == 3
         if self._shared is None:
-            devices = [torch.device("cuda", at) for at in self.config.publishes_to()]
+            devices = [self.device]  # from which NCCL sends
+            if self.config.weight_backend == "ipc":
+                devices = [torch.device("cuda", at) for at in self.config.publishes_to()]
             if self.rank:  # keeps nothing
                 devices = [torch.device("meta")]
             self._shared = SharedWeights(self.policy, DTYPES[self.config.rollout_dtype], devices, partitioned)
         if self.rank == 0:
-            return self._shared.publish()
+            return self._shared.publish(self.config.weight_backend)
         if partitioned:
             self._shared.gather()
         return None
+
+    @property
+    def links(self) -> Links:
+        """Of rank 0, over which published weights are sent ("nccl").
+
+        Raises:
+            RoleError: NCCL cannot be loaded.
+        """
+        if self._links is None:
+            self._links = nccl_links(self.device, self.config.weight_host)
+        return self._links
+
+    def send_weights(self, server: str, timeout_s: float) -> None:
+        """Sends what was published last to one server; see :meth:`Links.send`. May run beside all other calls."""
+        self.links.send(server, self._shared.tensors() if self._shared else [], timeout_s)
 
     def tensors(self) -> list[dict[str, Any]]:
         """Role, name, shape, dtype and device of each tensor of the last part's first micro-batch, for debugging."""

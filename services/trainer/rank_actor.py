@@ -135,6 +135,22 @@ class RankActor:
         with self._translated():
             return self._rank.publish(Path(store))
 
+    def open_link(self, server: str, world: int, by_store: bool) -> dict[str, Any]:
+        """Opens a link with a server; see :meth:`Links.open`. This and the next three run beside all other calls."""
+        return self._rank.links.open(server, world, by_store)
+
+    def join_link(self, server: str, timeout_s: float) -> None:
+        """Waits until the server has joined its link."""
+        self._rank.links.join(server, timeout_s)
+
+    def send_weights(self, server: str, timeout_s: float) -> None:
+        """Sends the published weights over it."""
+        self._rank.send_weights(server, timeout_s)
+
+    def drop_link(self, server: str) -> None:
+        """Gives it up."""
+        self._rank.links.drop(server)
+
     def save_state(self, folder: str) -> None:
         """Writes this rank's part of a resume state."""
         with self._translated():

@@ -159,6 +159,34 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         return await _answer(context, work)
 
+    async def OpenLink(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """A communicator with one server."""
+
+        async def work() -> Any:
+            info = await self._coordinator.sender.open(request.server, request.world_size, request.by_store)
+            return trainer_pb2.OpenLinkResponse(init_info=codec.pack(info))
+
+        return await _answer(context, work)
+
+    async def JoinLink(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Joins it; given up where the caller goes away."""
+
+        async def work() -> Any:
+            seconds = await self._coordinator.sender.join(request.server, request.timeout_s)
+            return trainer_pb2.JoinLinkResponse(seconds=seconds)
+
+        return await _answer(context, work)
+
+    async def SendWeights(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Published weights over it; given up where the caller goes away."""
+
+        async def work() -> Any:
+            version = request.context.policy_version
+            seconds = await self._coordinator.sender.send(request.server, version, request.timeout_s)
+            return trainer_pb2.SendWeightsResponse(seconds=seconds)
+
+        return await _answer(context, work)
+
     async def Save(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Resume state, HF export, or both."""
 

@@ -3,7 +3,8 @@
 The buffer holds a copy, so that what a server reads stays as it was published while the next step changes the
 parameters. It lies on the server's device, which need not be the trainer's: the copy crosses between the two then.
 Each tensor has a handle for each device, by the device's UUID: a server takes that of its own, so that one
-``update_info`` serves all of them.
+``update_info`` serves all of them. For NCCL there is one buffer, on the trainer's own device, from which each server
+is sent the weights.
 The form of ``update_info`` is that of vLLM's "ipc" engine without its ``packed`` flag, which versions 0.26 to 0.33 take
 alike: one handle a tensor. All are views of one allocation a device, which a server opens once.
 """
@@ -74,12 +75,20 @@ class SharedWeights:
             with whole(parameters, self._partitioned):
                 pass
 
-    def publish(self) -> Publication:
-        """Copies the parameters in and says where they are. The handles stay valid until this object is gone."""
+    def publish(self, backend: str) -> Publication:
+        """Copies the parameters in and says what they are, and for "ipc" where.
+
+        Args:
+            backend: "ipc" or "nccl". Handles stay valid until this object is gone.
+        """
         changed = self.fill()
         if self._info is None:
-            self._info = self._describe()
-        return Publication(self._info, "", self.bytes, changed, "ipc")
+            self._info = self._describe() | (self._handles() if backend == "ipc" else {})
+        return Publication(self._info, "", self.bytes, changed, backend)
+
+    def tensors(self) -> list[Tensor]:
+        """What was published last, on the first device, in the order of its description."""
+        return list(self._views.values())
 
     def fill(self) -> float:
         """Copies the parameters in.
@@ -106,6 +115,14 @@ class SharedWeights:
 
     def _describe(self) -> dict[str, Any]:
         """vLLM's ``update_info``."""
+        return {
+            "names": list(self._views),
+            "dtype_names": [str(view.dtype).removeprefix("torch.") for view in self._views.values()],
+            "shapes": [list(view.shape) for view in self._views.values()],
+        }
+
+    def _handles(self) -> dict[str, Any]:
+        """What it says beyond that for "ipc"."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         # Exported once: each export adds a layer of reference counting to the allocation that never goes away.
@@ -116,12 +133,7 @@ class SharedWeights:
             {uuid: view_arguments(arguments, view, self._offsets[name]) for uuid, arguments in exported.items()}
             for name, view in self._views.items()
         ]
-        return {
-            "names": list(self._views),
-            "dtype_names": [str(view.dtype).removeprefix("torch.") for view in self._views.values()],
-            "shapes": [list(view.shape) for view in self._views.values()],
-            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
-        }
+        return {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
 
 
 def _buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

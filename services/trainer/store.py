@@ -18,7 +18,7 @@ class Publication:
     digest: str  # BLAKE3 of the file, hex; "" for weights that stay on the device
     bytes: int
     changed_fraction: float  # of parameters that differ from the previous publication; 1.0 for the first
-    backend: str = "safetensors"  # or "ipc"
+    backend: str = "safetensors"  # or "ipc" or "nccl"
 
     @property
     def name(self) -> str:

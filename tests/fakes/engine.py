@@ -21,7 +21,7 @@ import uvicorn
 from nightshift.wire.lease_fence import HEADER, LEASE_OVER, Fence, LeaseFence
 from nightshift.wire.request_log import log_path
 from services.rollout.request_log import RequestLogger
-from tests.fakes import choices, frames, policy, telling
+from tests.fakes import choices, frames, policy, telling, transfers
 from tests.fakes.faults import Fault, Faults
 from tests.fakes.requests import BASE_VERSION, GENERATE, INFO, PREFETCH, ROUTE, VLLM, Refused, Request, body_of
 from tests.fakes.serving import serve
@@ -150,8 +150,7 @@ class FakeEngine(Sleeper):
         self.weights = policy.base_bias()
         self.version = BASE_VERSION
         self._fence = Fence()
-        self._initialised = False
-        self._root = self.store
+        self._source: transfers.Source | None = None
         self._session: np.ndarray | bool | None = None
         self._go = asyncio.Event()  # decoding goes on
         self._go.set()
@@ -323,6 +322,8 @@ class FakeEngine(Sleeper):
                     raise Refused(400, "another weight server")
             case "/is_paused":
                 return {"is_paused": not self._go.is_set()}
+            case "/get_world_size":
+                return {"world_size": 1}
             case "/weight_info":
                 return {"weight_version": self.version}
             case "/pause":
@@ -331,10 +332,9 @@ class FakeEngine(Sleeper):
                 self._go.set()
                 self._open.set()
             case "/init_weight_transfer_engine":
-                self._initialised = True
-                self._root = Path(request.body["init_info"].get("root", self.store))  # of whoever has it now
+                self._source = await transfers.source(request.body["init_info"], self.store)
             case "/start_weight_update":
-                if not self._initialised:
+                if self._source is None:
                     raise Refused(500, "the weight transfer engine was not initialised")
                 if self._session is not None:
                     raise Refused(500, "called while a weight update is active")
@@ -344,8 +344,7 @@ class FakeEngine(Sleeper):
                     raise Refused(500, "called without a matching start")
                 self.updates += 1
                 if not (fault and fault.kind == "noop"):
-                    file = self._root / str(request.body["update_info"]["path"])
-                    self._session = np.load(file, allow_pickle=False)
+                    self._session = await self._source.take(request.body["update_info"])  # type: ignore[union-attr]
             case "/finish_weight_update":
                 if self._session is None:
                     raise Refused(500, "called without a matching start")

@@ -157,6 +157,56 @@ class PublishResponse(_message.Message):
     changed_fraction: float
     def __init__(self, backend: _Optional[str] = ..., update_info: _Optional[bytes] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., probe: _Optional[bytes] = ..., seconds: _Optional[float] = ..., changed_fraction: _Optional[float] = ...) -> None: ...
 
+class OpenLinkRequest(_message.Message):
+    __slots__ = ("context", "server", "world_size", "by_store")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BY_STORE_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.Context
+    server: str
+    world_size: int
+    by_store: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., server: _Optional[str] = ..., world_size: _Optional[int] = ..., by_store: bool = ...) -> None: ...
+
+class OpenLinkResponse(_message.Message):
+    __slots__ = ("init_info",)
+    INIT_INFO_FIELD_NUMBER: _ClassVar[int]
+    init_info: bytes
+    def __init__(self, init_info: _Optional[bytes] = ...) -> None: ...
+
+class JoinLinkRequest(_message.Message):
+    __slots__ = ("context", "server", "timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.Context
+    server: str
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., server: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class JoinLinkResponse(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class SendWeightsRequest(_message.Message):
+    __slots__ = ("context", "server", "timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.Context
+    server: str
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., server: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class SendWeightsResponse(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
 class SaveRequest(_message.Message):
     __slots__ = ("context", "state_dir", "export_dir", "manifest")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

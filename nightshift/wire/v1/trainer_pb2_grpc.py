@@ -60,6 +60,21 @@ class TrainerServiceStub(object):
                 request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
                 response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishResponse.FromString,
                 _registered_method=True)
+        self.OpenLink = channel.unary_unary(
+                '/nightshift.wire.v1.TrainerService/OpenLink',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkRequest.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkResponse.FromString,
+                _registered_method=True)
+        self.JoinLink = channel.unary_unary(
+                '/nightshift.wire.v1.TrainerService/JoinLink',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkRequest.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkResponse.FromString,
+                _registered_method=True)
+        self.SendWeights = channel.unary_unary(
+                '/nightshift.wire.v1.TrainerService/SendWeights',
+                request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsResponse.FromString,
+                _registered_method=True)
         self.Save = channel.unary_unary(
                 '/nightshift.wire.v1.TrainerService/Save',
                 request_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.SaveRequest.SerializeToString,
@@ -110,6 +125,27 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenLink(self, request, context):
+        """Of weights published for "nccl": opens a communicator with one server, and says what that needs to join it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinLink(self, request, context):
+        """Joins it, while the server does the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendWeights(self, request, context):
+        """Sends the weights published last to one server, while that receives them. Beside all other calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Save(self, request, context):
         """Writes a resume state, or an HF export, or both, into folders that appear by rename.
         """
@@ -151,6 +187,21 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishRequest.FromString,
                     response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishResponse.SerializeToString,
+            ),
+            'OpenLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLink,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkRequest.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkResponse.SerializeToString,
+            ),
+            'JoinLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinLink,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkRequest.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkResponse.SerializeToString,
+            ),
+            'SendWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsRequest.FromString,
+                    response_serializer=nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsResponse.SerializeToString,
             ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
@@ -299,6 +350,87 @@ class TrainerService(object):
             '/nightshift.wire.v1.TrainerService/Publish',
             nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
             nightshift_dot_wire_dot_v1_dot_trainer__pb2.PublishResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.TrainerService/OpenLink',
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkRequest.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.OpenLinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.TrainerService/JoinLink',
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkRequest.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.JoinLinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nightshift.wire.v1.TrainerService/SendWeights',
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsRequest.SerializeToString,
+            nightshift_dot_wire_dot_v1_dot_trainer__pb2.SendWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

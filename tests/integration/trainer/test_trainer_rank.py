@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from services.trainer.aggregate import AGGREGATIONS, divisor, token_weights, wei
 from services.trainer.batching import micro_batches, pad
 from services.trainer.checks import NonFiniteGradientError
 from services.trainer.config import RankConfig
+from services.trainer.links import Links
 from services.trainer.losses import LossInputs, policy_loss
+from services.trainer.nccl import UNIQUE_ID_BYTES
 from services.trainer.policy import load_policy, to_device
 from services.trainer.rank import TrainerRank
 from services.trainer.store import published
@@ -425,6 +427,43 @@ def test_publications_hold_every_weight_once_and_the_newest_two_stay(make: Make,
     assert set(tensors) == {name for name, _ in rank.policy.model.named_parameters()}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert sum(tensor.numel() for tensor in tensors.values()) == rank.parameters
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_sent_over_a_link_is_what_was_published_whatever_came_after(
+    make: Make, tmp_path: Path, stage: int
+) -> None:
+    """In the order and form in which vLLM's nccl engine receives it."""
+
+    class Recorder:
+        unique_id = bytes(UNIQUE_ID_BYTES)
+        sent: list[Tensor]
+
+        def join(self, timeout_s: float) -> None: ...
+        def close(self) -> None: ...
+        def send(self, tensors: Iterable[Tensor], timeout_s: float) -> None:
+            self.sent = [tensor.clone() for tensor in tensors]
+            assert all(tensor.is_contiguous() for tensor in tensors)
+
+    rank = make(zero_stage=stage, weight_backend="nccl", rollout_dtype="bfloat16")
+    link = Recorder()
+    rank._links = Links(lambda server, world: link, "127.0.0.1")
+    assert rank.links.open("rollout-0", 2, False)["world_size"] == 2
+    made = rank.publish(tmp_path)
+    assert made is not None
+    assert made.backend == "nccl"
+    rank.export(tmp_path / "published", "bfloat16")
+    rank.update(batch(), LossSpec(), 1e-2)
+    rank.send_weights("rollout-0", 30.0)
+    expected = load_file(tmp_path / "published" / "model.safetensors")
+    names = made.update_info["names"]
+    assert [list(tensor.shape) for tensor in link.sent] == made.update_info["shapes"]
+    assert set(made.update_info["dtype_names"]) == {"bfloat16"}
+    assert set(names) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in zip(names, link.sent, strict=True))
+    again = rank.publish(tmp_path)
+    assert again is not None
+    assert again.changed_fraction > 0.1
 
 
 def test_an_update_lost_in_rounding_shows_in_the_changed_fraction(make: Make, tmp_path: Path) -> None:

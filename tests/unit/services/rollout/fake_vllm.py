@@ -52,6 +52,7 @@ class FakeEngineClient:
     def __init__(self, names_weights: bool = True) -> None:
         self.names_weights = names_weights
         self.vllm_version = "0.26.0"
+        self.weight_backend = "safetensors"
         self.requests: list[FakeRequest] = []
         self.settled = 0
         self.refuse: Exception | None = None

@@ -191,7 +191,10 @@ def test_capabilities_follow_the_routes_and_the_configuration() -> None:
         assert face.capabilities()["sleep"]
         face._app.state.args = SimpleNamespace(api_server_count=2)
         assert not face.capabilities()["weight_version"]
+        client.vllm_config.weight_transfer_config = SimpleNamespace(backend="nccl")
+        assert face.weight_backend == "nccl"
         client.vllm_config.weight_transfer_config = None
+        assert face.weight_backend == ""
         assert not face.capabilities()["update_phases"]
     finally:
         del sys.modules["vllm.outputs"]
