@@ -42,10 +42,13 @@ def gpu_memory(spec: JobSpec, shape: ModelShape, placement: Placement) -> dict[i
             add(gpu, "server", _SERVER)
             add(gpu, "server's weights", shape.parameters * _BYTES[rollout.dtype])
             add(gpu, "KV cache", int(rollout.kv_cache_gib * _GIB))
-        if weight_transfer(spec, "cuda") == "ipc":  # one copy on each device that has servers
+        transfer = weight_transfer(spec, "cuda")
+        if transfer == "ipc":  # one copy on each device that has servers
             for gpu in dict.fromkeys(placement.servers(rollout.servers)):
                 context = 0 if gpu == placement.trainer[0] else _CONTEXT
                 add(gpu, "published weights", context + shape.parameters * _BYTES[rollout.dtype])
+        if transfer == "nccl":
+            add(placement.trainer[0], "published weights", shape.parameters * _BYTES[rollout.dtype])
     size = _BYTES[trainer.dtype]
     sequence = spec.data.max_prompt_length + rollout.max_response_length
     tokens = max(sequence, trainer.max_tokens_per_micro_batch or trainer.micro_batch_size * sequence)

@@ -197,6 +197,9 @@ def test_published_weights_lie_once_on_each_device_that_has_servers() -> None:
         2: True,
     }
     assert spread[1]["server's weights"] == 3 * weights
+    sent = gpu_memory(job(rollout={"dtype": "bfloat16", "weight_transfer": "nccl"}), SHAPE, Placement(1, (0,)))
+    assert sent[0]["published weights"] == weights
+    assert "published weights" not in sent[1]
     # Where the trainer is, it has its context anyway.
     shared = gpu_memory(job(rollout={"dtype": "bfloat16", "servers": 2}), SHAPE, Placement(0, (0,)))
     assert shared[0]["published weights"] == weights

@@ -46,6 +46,13 @@ def test_it_is_the_launchers_command_under_another_address(job: Path) -> None:
     )
 
 
+def test_a_server_that_is_sent_its_weights_needs_no_place_to_fetch_them_from(job: Path) -> None:
+    command = command_of(job, ["rollout.weight_transfer=nccl"], "0.0.0.0", 1, {"NIGHTSHIFT_ROLLOUT_TOKEN": "t"})
+    pairs = dict(zip(command.argv, command.argv[1:], strict=False))
+    assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "nccl"}
+    assert "NIGHTSHIFT_WEIGHT_URL" not in command.env
+
+
 @pytest.mark.parametrize("name", ["NIGHTSHIFT_ROLLOUT_TOKEN", "NIGHTSHIFT_WEIGHT_URL"])
 def test_it_does_not_start_without_a_token_or_a_place_for_weights(job: Path, name: str) -> None:
     with pytest.raises(BadInputError, match=name):
