@@ -337,13 +337,13 @@ class Engine:
             sending: what the trainer does while the server takes the weights; None: nothing.
 
         After any failure the server is resumed with the weights it has, so that nothing waits for ever; whether they
-        may be used is for the caller's probe to say.
+        may be used is for the caller's probe to say. One that hangs in a transfer is left as it is.
 
         Raises:
             AsleepError: it could not be woken.
             RoleError: a phase failed; the message names it.
         """
-        self._broken, self.woke_s = "", 0.0
+        self._broken, self.woke_s, hangs = "", 0.0, False
         able = await self.connect()
         if "url" in self.address.init_info and able.prefetch:
             body = {"init_info": self.address.init_info, "update_info": update_info}
@@ -359,10 +359,14 @@ class Engine:
             await self._start_update()
             await self._take(update_info, sending)
             await self._call("POST", "/finish_weight_update", body={"weight_version": version})
+        except RoleTimeoutError:
+            hangs = sending is not None  # it waits for its peer, and would in any other call: it must be started again
+            raise
         finally:
-            if asleep:  # never resumed without it: requests would be drawn into memory that is not there
+            if asleep and not hangs:  # never resumed without it: requests would be drawn into memory that is not there
                 await self._wake("kv_cache")
-            await self.resume()
+            if not hangs:
+                await self.resume()
         if asleep and await self._sleeping():
             raise AsleepError(f"{self.address.name} answered /wake_up with success, and sleeps on", role="rollout")
         held = await self.weight_version()

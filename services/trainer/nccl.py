@@ -81,8 +81,9 @@ class NcclLibrary:
                 fix=f"Set rollout.weight_transfer to auto, or {LIBRARY_VARIABLE} to the library",
             ) from error
         pointer, number = ctypes.c_void_p, ctypes.c_int
-        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        self._library.ncclGetErrorString.restype = self._library.ncclGetLastError.restype = ctypes.c_char_p
         forms: dict[str, list[Any]] = {
+            "ncclGetLastError": [pointer],
             "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
             "ncclCommInitRankConfig": [
                 *(ctypes.POINTER(pointer), number, _UniqueId, number, ctypes.POINTER(_Config)),
@@ -130,8 +131,10 @@ class NcclLibrary:
         self._library.ncclCommAbort(communicator)
 
     def text(self, result: int) -> str:
-        """What a number means."""
-        return str(self._library.ncclGetErrorString(result).decode())
+        """What a number means, with what NCCL last said of itself."""
+        said = self._library.ncclGetLastError(None) or b""
+        parts = [self._library.ncclGetErrorString(result), said]
+        return "; ".join(part.decode(errors="replace").strip() for part in parts if part.strip())
 
 
 class Queue(Protocol):

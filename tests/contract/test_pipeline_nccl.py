@@ -45,10 +45,10 @@ async def test_every_version_is_sent_to_every_server_over_one_link(tmp_path: Pat
 async def test_a_server_that_never_joins_is_left_out_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.runner.weight_link._JOIN_S", 0.5)
     monkeypatch.setattr("orchestrator.runner.weight_link._GRACE_S", 0.1)
     async with LinkedRun(tmp_path, prompts=40, servers=2, token_s=0.005) as run:
         run.engines[1].route_faults.plan("hang", "/init_weight_transfer_engine", times=2)
+        run.trainer.impatience["rollout-1"] = [0.5, 0.5]
         assert await run.run() == 0, run.error()
         audit(run, steps=20, staleness=1)
         assert len([name for name, _ in run.trainer.opened if name == "rollout-1"]) >= 2

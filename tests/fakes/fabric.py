@@ -23,6 +23,7 @@ class LinkingTrainer(FakeTrainer):
         opened: server and whether it finds the link by a store, of each link.
         sent: server and version of each transfer that came to its end.
         dropped: servers whose link was given up, each time.
+        impatience: server -> longest times of the next calls over its link, in place of those that are asked for.
     """
 
     def __init__(self, store: Path) -> None:
@@ -31,6 +32,7 @@ class LinkingTrainer(FakeTrainer):
         self.opened: list[tuple[str, bool]] = []
         self.sent: list[tuple[str, str]] = []
         self.dropped: list[str] = []
+        self.impatience: dict[str, list[float]] = {}
         self._links: dict[str, FakeLink] = {}
         self._copy = self.weights
 
@@ -72,9 +74,10 @@ class LinkingTrainer(FakeTrainer):
         if link is None:
             await context.abort(grpc.StatusCode.INTERNAL, f"[rollout] no communicator with {request.server} is open")
             return
+        times = self.impatience.get(request.server)
         try:
             await self._fault(method, context)
-            async with asyncio.timeout(request.timeout_s):
+            async with asyncio.timeout(times.pop(0) if times else request.timeout_s):
                 await link.meet()
         except TimeoutError:
             self._drop(request.server, link)
