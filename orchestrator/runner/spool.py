@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from nightshift.wire.errors import WireError
 from nightshift.wire.experience import Sample, pack_samples, unpack_samples
 
-#: Before each group: its number, and the bytes that follow.
-_HEAD = struct.Struct("<QQ")
+#: Before each group: its number, the bytes that follow, and a CRC-32 of both. A machine that went down may have written
+#: some pages of a file and not others, and zeros are log-probs like any.
+_HEAD = struct.Struct("<QQI")
 #: A segment takes no further group beyond either: it lies on disk for as long as one of its groups is kept.
 _MOST_GROUPS, _MOST_BYTES = 64, 8 << 20
 _SUFFIX = ".spool"
@@ -29,7 +31,7 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._places: dict[int, tuple[int, int, int]] = {}  # group -> segment, first byte, bytes
+        self._places: dict[int, tuple[int, int, int, int]] = {}  # group -> segment, first byte, bytes, their CRC
         self._kept: dict[int, int] = {}  # segment -> groups that are kept in it
         self._segment = -1  # the one that is written
         self._file = -1
@@ -44,19 +46,21 @@ class Spool:
         if self._file < 0 or self._groups >= _MOST_GROUPS or self._bytes >= _MOST_BYTES:
             self._begin()
         at = self._bytes + _HEAD.size
-        self._write(_HEAD.pack(index, len(data)) + data)
+        check = _check(index, data)
+        self._write(_HEAD.pack(index, len(data), check) + data)
         self._groups += 1
-        self._note(index, (self._segment, at, len(data)))
+        self._note(index, (self._segment, at, len(data), check))
 
     def get(self, index: int) -> list[Sample] | None:
         """The group's samples; None where they are not there or not whole."""
         if index not in self._places:
             return None
-        segment, at, size = self._places[index]
+        segment, at, size, check = self._places[index]
         try:
             with self._path(segment).open("rb") as file:
                 file.seek(at)
-                return unpack_samples(file.read(size))
+                data = file.read(size)
+            return unpack_samples(data) if _check(index, data) == check else None
         except (FileNotFoundError, WireError):
             return None
 
@@ -82,11 +86,11 @@ class Spool:
         segment, at, size = int(path.stem), 0, path.stat().st_size
         with path.open("rb") as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                index, length = _HEAD.unpack(head)
+                index, length, check = _HEAD.unpack(head)
                 at += _HEAD.size
                 if at + length > size:
                     break
-                self._note(index, (segment, at, length))
+                self._note(index, (segment, at, length, check))
                 at += length
                 file.seek(at)
         self._drop_empty(segment)
@@ -112,7 +116,7 @@ class Spool:
             self._bytes = _MOST_BYTES
             raise
 
-    def _note(self, index: int, place: tuple[int, int, int]) -> None:
+    def _note(self, index: int, place: tuple[int, int, int, int]) -> None:
         before = self._places.get(index)
         self._places[index] = place
         self._kept[place[0]] = self._kept.get(place[0], 0) + 1
@@ -133,3 +137,7 @@ class Spool:
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}{_SUFFIX}"
+
+
+def _check(index: int, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little")))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import IntegrityError
 
 import orchestrator.runner.spool
+from nightshift.wire.experience import pack_samples
 from nightshift.wire.version import Lineage
 from orchestrator.runner.ledger import GroupRecord, GroupState
 from orchestrator.runner.rollouts import drop_rollouts_after, write_rollouts
@@ -50,6 +51,25 @@ def test_a_group_that_is_not_whole_is_none(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5])
     assert Spool(tmp_path).indices() == []
     assert not list(tmp_path.iterdir())
+
+
+def test_a_segment_that_is_cut_or_altered_anywhere_gives_back_what_is_whole_and_nothing_else(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for index in range(3):
+        spool.put(index, [make_sample(f"g{index}.0", reward=0.5)])
+    spool.close()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    kept = {index: pack_samples(spool.get(index) or []) for index in range(3)}
+    third = len(whole) // 3
+    spoilt = [whole[:cut] for cut in range(0, len(whole), 7)]
+    spoilt += [whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :] for at in range(0, len(whole), 7)]
+    spoilt += [whole + bytes(4096), whole[:third] + bytes(third) + whole[2 * third :], bytes(len(whole))]
+    for data in spoilt:
+        path.write_bytes(data)
+        again = Spool(tmp_path)
+        found = {index: samples for index in again.indices() if (samples := again.get(index)) is not None}
+        assert {index: pack_samples(samples) for index, samples in found.items()}.items() <= kept.items()
 
 
 def test_another_process_finds_what_is_kept_and_writes_elsewhere(tmp_path: Path) -> None:
