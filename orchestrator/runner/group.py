@@ -359,7 +359,9 @@ def combine_rewards(
         if len(names) > 1:
             sample.reward_parts[name] = value
         total += weight * value
-    sample.reward = _finite(" + ".join(name or "reward" for name in names), total, sample)
+    if not abs(total) <= _LARGEST:
+        raise _wrong_score(" + ".join(name or "reward" for name in names), total, sample, "a finite float")
+    sample.reward = total
 
 
 def _finite(name: str, value: Any, sample: Sample) -> float:

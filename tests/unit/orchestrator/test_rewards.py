@@ -27,6 +27,12 @@ def test_rewards_are_summed_by_weight() -> None:
     assert sample.reward_seconds == 0.3
 
 
+def test_a_single_reward_may_have_no_name() -> None:
+    sample = make_sample()
+    combine_rewards(sample, [None], [1.0], [scored(1.0)])  # type: ignore[list-item]  # as services.json may have it
+    assert sample.reward == 1.0
+
+
 def test_o36_parts_of_a_single_reward_keep_their_names() -> None:
     sample = make_sample()
     combine_rewards(sample, ["a"], [1.0], [scored(1, parts={"acc": 0})])
