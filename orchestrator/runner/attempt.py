@@ -179,7 +179,7 @@ class Attempt:
             events=self.events,
             admission=admission,
             probe=_probe(train),
-            cursor_state=cursor.state,
+            cursor_state=lambda: cursor.state() | ({"driven": True} if driven else {}),
             generating=runner.busy,
             manifest=start.manifest,
             critic=critic,

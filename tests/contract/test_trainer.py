@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from nightshift import Trainer
+from nightshift.analysis.audit import audit
+from nightshift.analysis.evidence import load
 from nightshift.config.live import SettingsError
 from nightshift.trainer import Loss, RolloutBatch
 from nightshift.wire.errors import BadInputError, NightshiftError, RoleError
@@ -113,6 +115,10 @@ def test_a_loop_of_ones_own(make: Callable[..., Trainer], tmp_path: Path) -> Non
     ended = trainer.job
     assert ended is not None
     assert ended.state == "succeeded"
+    for checkpoints in tmp_path.rglob("checkpoints"):
+        found = audit(load(checkpoints.parent))
+        assert found.balanced, found.findings
+        assert (found.step, found.accounts["trained"], found.samples) == (3, 9, 18)
 
 
 def test_a_loss_that_is_passed_over_is_discarded(make: Callable[..., Trainer]) -> None:

@@ -29,7 +29,7 @@ async def run(folder: Path) -> int:
         lent = fake.spec.rollout.fleet is not None  # the servers are those of the service's fleet
         watcher._LOOK_S = 0.05 if lent else watcher._LOOK_S  # leases of the tests are short
         alone = lent or fake.spec.algorithm.is_preference  # a job on pairs samples nothing
-        fake.engines = [] if alone else [FakeEngine(Path(store), "rollout-0", token_s=0.001)]
+        fake.engines = [] if alone else [FakeEngine(Path(store), "rollout-0", token_s=0.001, logs=folder / "logs")]
         fake.scorers, fake.trainer, fake.reference_url = FakeScorers(), AnsweringTrainer(Path(store)), ""
         async with fake:
             job = Job(folder, 0)
