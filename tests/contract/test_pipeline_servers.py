@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchestrator.runner.job import Job
@@ -172,3 +173,31 @@ async def test_a_server_of_somebody_else_that_is_started_again_is_prepared_and_p
         audit(run, steps=8, staleness=1)
         assert balance(run) == {"issued": 16, "trained": 16}
         assert len(run.engine.calls("/init_weight_transfer_engine")) >= 2
+
+
+@pytest.mark.parametrize("route", [True, False])
+async def test_a_server_that_comes_back_under_its_address_with_another_model_draws_nothing(
+    tmp_path: Path, route: bool
+) -> None:
+    """Address, token and start are those of before; it reports each push as done and computes with weights of its own.
+
+    The audit would find its tokens: by its own log they were drawn with weights that were never published.
+    """
+    async with FakeRun(tmp_path, prompts=24, servers=2, token_s=0.003, route=route) as run:
+        other = run.engines[0]
+
+        async def watch(_job: Job) -> None:
+            await run.until(lambda: len(run.updates) >= 3, "step 3")
+            start, token = other.incarnation, other.token
+            await other.kill()
+            await other.start()
+            other.incarnation, other.token = start, token
+            other.weights = np.roll(other.weights, 3)
+            other.route_faults.plan("noop", "/update_weights", times=None)
+            run.write_services()
+            await run.until(lambda: False, "the end", 200)
+
+        assert await run.run(watch=watch) == 0, run.error()
+        audit(run, steps=12, staleness=1)
+        assert balance(run) == {"issued": 24, "trained": 24}
+        assert any("rollout-0 does not compute with the weights of" in text for text in run.warnings())
