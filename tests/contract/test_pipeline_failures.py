@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import re
 import sqlite3
 import time
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from nightshift.wire.experience import Sample
 from orchestrator.runner.job import Job
+from orchestrator.runner.spool import Spool
 from tests.fakes.audit import audit, balance
 from tests.fakes.requests import Request
 from tests.fakes.run import FakeRun
@@ -286,6 +290,26 @@ async def test_a_database_that_refuses_for_a_while_is_waited_for(
         assert await run.run() == 0, run.error()
         audit(run, steps=2, staleness=1)
         assert run.warnings().count("database away, waiting: server closed the connection") == 3
+
+
+async def test_a_full_disk_ends_the_run_by_name_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, left = Spool.put, iter(range(5))
+
+    def full(spool: Spool, index: int, samples: list[Sample]) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(spool, index, samples)
+
+    async with FakeRun(tmp_path, prompts=12) as run:
+        monkeypatch.setattr(Spool, "put", full)
+        assert await run.run() == 1
+        assert "found no room on the disk" in run.error()
+        monkeypatch.setattr(Spool, "put", put)
+        assert await run.run(resume=True) == 0, run.error()
+        audit(run, steps=6, staleness=1)
+        assert balance(run) == {"issued": 12, "trained": 12}
 
 
 async def test_services_that_never_come_up_are_named(tmp_path: Path) -> None:

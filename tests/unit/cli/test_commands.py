@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from nightshift.cli.run import differences, exit_code
 from nightshift.cli.runs import find_run, hold, make_run, new_run_id
 from nightshift.wire.errors import BadInputError
 from nightshift.wire.events import EventLog
+from nightshift.wire.schedule import StepRecord, append_step
 
 
 @pytest.fixture
@@ -116,6 +118,14 @@ def test_a_folder_of_somebody_else_is_a_sentence(
     said = capsys.readouterr()
     assert code in (0, 2)
     assert said.err.startswith("error: ") if code else said.out
+
+
+@pytest.mark.parametrize("step", ["0", "-1", "2", "1000000"])
+def test_a_step_that_never_was_is_not_made_again(run: Path, capsys: pytest.CaptureFixture[str], step: str) -> None:
+    nothing: dict[str, Any] = {"versions": {}, "left_out": [], "loss": {}, "algorithm": {}, "digest": "", "time": 0.0}
+    append_step(run, StepRecord(1, "r/0/0", "r/0/1", 0, [["g0000000"]], learning_rate=1.0, stepped=True, **nothing))
+    assert call(run, "replay", "first", "--step", step) == 2
+    assert f"no step {step} in its schedule (it has 1 to 1)" in capsys.readouterr().err
 
 
 def test_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
