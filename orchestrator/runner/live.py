@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nightshift.config import JobSpec
-from nightshift.config.live import DRAINED, LIVE, get, put
+from nightshift.config.live import DRAINED, LIVE, SettingsError, check_changes, get, put
 from nightshift.wire.events import EventLog
 from nightshift.wire.settings_file import APPLIED, ASKED, in_force, read_settings, write_settings
 from orchestrator.runner.admission import Admission
@@ -61,6 +61,7 @@ class LiveSettings:
             await commit()
             now |= self._pending
             self._pending = {}
+        now = self._checked(now)
         for key, value in now.items():
             self._change(key, value, step)
         if now:
@@ -92,15 +93,24 @@ class LiveSettings:
             and self._refused.get(key, ...) != value
         }  # fmt: skip
 
+    def _checked(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The changes that the job can take: the service checked them, but the file is anybody's."""
+        try:
+            return check_changes(self._spec, changes) if changes else {}
+        except SettingsError:
+            found: dict[str, Any] = {}
+        for key, value in changes.items():
+            try:
+                found |= check_changes(self._spec, {key: value})
+            except SettingsError as error:
+                self._refused[key] = value
+                text = f"setting {key} = {str(value)[:80]} is refused: {error.message.splitlines()[0]}"
+                self._events.append("warning", role="job", message=text)
+        return found
+
     def _change(self, key: str, value: Any, step: int) -> None:
         old = get(self._spec, key)
-        try:
-            self._put(key, value)
-        except ValueError as error:  # pydantic's; the service checked it, but the file is anybody's
-            self._refused[key] = value
-            text = str(error).splitlines()[0]
-            self._events.append("warning", role="job", message=f"setting {key} = {value!r} is refused: {text}")
-            return
+        self._put(key, value)
         self._applied[key] = value
         self._events.append("setting", key=key, old=old, new=value, step=step + 1)
 

@@ -152,3 +152,19 @@ async def test_what_cannot_be_is_told_and_changes_nothing(tmp_path: Path) -> Non
         assert run.events("setting") == []
         assert sum("is refused" in text for text in run.warnings()) == 2
         assert {update.learning_rate for update in run.updates} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "cause"),
+    [("rollout__batch_size", 10**7, "buffer_mib"), ("algorithm__kl_coef", 0.1, "without a reference")],
+)
+async def test_a_setting_that_the_whole_job_cannot_take_is_refused_though_its_section_could(
+    tmp_path: Path, key: str, value: Any, cause: str
+) -> None:
+    algorithm = {"kl_coef": 0.0}
+    async with FakeRun(tmp_path, prompts=8, algorithm=algorithm, trainer={"total_steps": 4}) as run:
+        ask(run, **{key: value, "trainer__learning_rate": 0.25})
+        assert await run.run() == 0, run.error()
+        assert [text for text in run.warnings() if "is refused" in text and cause in text]
+        assert set(effects(run)) == {"trainer.learning_rate"}
+        audit(run, steps=4, staleness=1)
