@@ -20,6 +20,7 @@ from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import Checkpoints
+from orchestrator.runner.connect import connect_trainer
 from orchestrator.runner.critic import Critic
 from orchestrator.runner.engine import EngineAddress
 from orchestrator.runner.evaluate import Evaluator
@@ -46,7 +47,6 @@ from orchestrator.runner.stepper import Stepper
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
-from orchestrator.runner.trainer_files import files_of
 
 #: Sequences, and tokens of each, on which servers prove that they hold the published weights.
 _PROBES, _PROBE_TOKENS = 2, 48
@@ -112,16 +112,7 @@ class Attempt:
         live = LiveSettings(self.run_dir, spec, self.events)
         live.restore()  # before anything reads what it changes
         train, total_steps, tracing = inputs.train, inputs.total_steps, self._tracing
-        trainer = TrainerClient(
-            address.url,
-            run_id=self.run_id,
-            job_trace_id=start.job_trace_id,
-            update_timeout_s=spec.trainer.update_timeout_s,
-            away_s=min(60.0, spec.pipeline.role_timeout_s),
-            replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
-            token=address.token,
-            files=files_of(address, self.run_dir),
-        )
+        trainer = connect_trainer(address, spec, self.run_dir, start.job_trace_id)
         self._closing.append(trainer)
         rewards, models, critic_client = self._scorers(services)
         self._closing += [client for _, _, client in rewards] + list(models.values())
@@ -233,16 +224,7 @@ class Attempt:
             return None
         if scorer is None or not address.critic_url:
             raise RoleError("the job has a critic, and services.json names none", role="critic", fix="Start it again")
-        trainer = TrainerClient(
-            address.critic_url,
-            run_id=self.run_id,
-            job_trace_id=self._start.job_trace_id,
-            update_timeout_s=self.spec.trainer.update_timeout_s,
-            away_s=min(60.0, self.spec.pipeline.role_timeout_s),
-            replaced=lambda: (current := read_services(self.run_dir)) is not None and current.trainer != address,
-            token=address.token,
-            files=files_of(address, self.run_dir),
-        )
+        trainer = connect_trainer(address, self.spec, self.run_dir, self._start.job_trace_id, critic=True)
         self._closing.append(trainer)
         critic = Critic(self.spec, trainer, scorer)
         step = self._start.step

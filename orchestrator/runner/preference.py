@@ -19,16 +19,16 @@ from nightshift.wire.experience import FINISH_STOP, LossSpec, Sample, VersionSpa
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.books import Books
 from orchestrator.runner.checkpoints import BY_CLOCK, Checkpoints
+from orchestrator.runner.connect import connect_trainer
 from orchestrator.runner.inputs import make_cursor, rows_per_epoch
 from orchestrator.runner.save_clock import SaveClock
 from orchestrator.runner.scorer import ScorerClient, require_ids
-from orchestrator.runner.services import Services, TrainerAddress, read_services
+from orchestrator.runner.services import Services, TrainerAddress
 from orchestrator.runner.start import Start
 from orchestrator.runner.tensors import tensors_inside, tensors_of
 from orchestrator.runner.tracing import Tracing
 from orchestrator.runner.tracking import open_tracking
 from orchestrator.runner.trainer import TrainerClient
-from orchestrator.runner.trainer_files import files_of
 
 
 class PreferenceInputs:
@@ -105,16 +105,7 @@ class PreferenceAttempt:
             NightshiftError: a role failed for good.
         """
         spec, start = self._spec, self._start
-        trainer = TrainerClient(
-            address.url,
-            run_id=self._run_dir.name,
-            job_trace_id=start.job_trace_id,
-            update_timeout_s=spec.trainer.update_timeout_s,
-            away_s=min(60.0, spec.pipeline.role_timeout_s),
-            replaced=lambda: (current := read_services(self._run_dir)) is not None and current.trainer != address,
-            token=address.token,
-            files=files_of(address, self._run_dir),
-        )
+        trainer = connect_trainer(address, spec, self._run_dir, start.job_trace_id)
         self._closing.append(trainer)
         if services.reference is None:
             raise RoleError("services.json names no reference, which preference pairs need", role="reference")
