@@ -35,7 +35,15 @@ PY
 }
 
 install() {
-  "$venv/bin/python" -m pip install --disable-pip-version-check -qq --no-deps ${pip_args[@]+"${pip_args[@]}"} "$@"
+  "$venv/bin/python" -m pip install --disable-pip-version-check -qq --no-deps --no-compile \
+    ${pip_args[@]+"${pip_args[@]}"} "$@"
+}
+
+compile() {
+  # With all cores, where pip uses one. Some packages hold files for another Python, which pip passes over too.
+  local packages
+  packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$venv/bin/python" -m compileall -qq -j 0 "$packages" || true
 }
 
 install_torch() {
@@ -57,6 +65,7 @@ main() {
   install -r "$root/requirements/cpu-hashed.txt"
   [ "$part" != dev ] || install -r "$root/requirements/dev.txt"
   install --no-build-isolation -e "$root"
+  compile
   "$venv/bin/python" "$root/scripts/lock.py" --check "$part"
 }
 

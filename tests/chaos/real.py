@@ -99,10 +99,13 @@ class Matrix:
         job: made by :func:`write_chaos_job`.
         steps: its steps.
         pace_s: seconds per reward while kills are to come; then the job runs to its end as fast as it can.
+        within_s: longest pause before a kill, in seconds.
     """
 
-    def __init__(self, job: Path, steps: int, seed: int, *, pace_s: float = 0.0, limit_s: float = 360.0) -> None:
-        self._job, self._steps, self._seed, self._limit_s = job, steps, seed, limit_s
+    def __init__(
+        self, job: Path, steps: int, seed: int, *, pace_s: float = 0.0, limit_s: float = 360.0, within_s: float = 5.0
+    ) -> None:
+        self._job, self._steps, self._seed, self._limit_s, self._within_s = job, steps, seed, limit_s, within_s
         self._dice = Random(seed)
         self._pace_s = pace_s
         self._early: Counter[str] = Counter()  # deaths of each role soon after its start, in a row
@@ -140,7 +143,7 @@ class Matrix:
 
     def _kill(self, running: Running, victim: Victim, budget: int) -> None:
         """Kills a victim after a random while, and waits until the run goes on; steps beyond ``budget`` go slowly."""
-        moment = time.monotonic() + self._dice.uniform(0.0, 5.0)
+        moment = time.monotonic() + self._dice.uniform(0.0, self._within_s)
         if victim.role and self._early[victim.role] == _EARLY_KILLS:
             moment = max(moment, self._recovered[victim.role] + _EARLY_S + self._dice.uniform(1.0, 5.0))
         while time.monotonic() < moment:
