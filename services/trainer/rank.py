@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,7 @@ class TrainerRank:
             self._compile()
         self._shared: SharedWeights | None = None
         self._links: Links | None = None
+        self._linking = threading.Lock()
         self._seen: list[dict[str, Any]] = []
 
     def _load(self) -> None:
@@ -268,9 +270,10 @@ class TrainerRank:
         Raises:
             RoleError: NCCL cannot be loaded.
         """
-        if self._links is None:
-            self._links = nccl_links(self.device, self.config.weight_host)
-        return self._links
+        with self._linking:  # several servers may come at once
+            if self._links is None:
+                self._links = nccl_links(self.device, self.config.weight_host)
+            return self._links
 
     def send_weights(self, server: str, timeout_s: float) -> None:
         """Sends what was published last to one server; see :meth:`Links.send`. May run beside all other calls."""
