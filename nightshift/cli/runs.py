@@ -14,7 +14,7 @@ from nightshift.wire.errors import BadInputError
 EVENTS = "events.jsonl"
 JOB = "job.yaml"
 SERVICES = "services.json"
-_LOCK = ".lock"
+_LOCK, RUNNER_LOCK = ".lock", ".runner.lock"
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Path:
@@ -72,17 +72,26 @@ def make_run(folder: Path) -> None:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(folder: Path, lock: str = _LOCK, patience_s: float = 0.0) -> Iterator[None]:
     """Holds a run, so that no second process drives it.
+
+    Args:
+        lock: the command's, or that of its runner, which may outlive a command that was killed.
+        patience_s: how long another process may take to let it go.
 
     Raises:
         BadInputError: another process holds it.
     """
-    with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadInputError(f"the run {folder.name!r} is running in another process") from error
+    deadline = time.monotonic() + patience_s
+    with (folder / lock).open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise BadInputError(f"the run {folder.name!r} is running in another process") from error
+            time.sleep(0.1)
         yield
 
 

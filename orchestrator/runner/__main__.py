@@ -12,12 +12,15 @@ from pathlib import Path
 
 import uvloop
 
+from nightshift.cli.runs import RUNNER_LOCK, hold
 from nightshift.wire import logs
 from nightshift.wire.errors import NightshiftError
 from orchestrator.runner.files import raise_limit
 from orchestrator.runner.job import Job
 
 _PR_SET_PDEATHSIG = 1
+#: For which the runner of a command that was killed may finish what it is at.
+_PATIENCE_S = 10.0
 #: New objects between two collections, and collections between two of the older generations. A run holds tens of
 #: thousands of objects for each thousand responses in flight, nearly all of which are freed without the collector: at
 #: Python's own 700 it looked at them for a tenth of the run's CPU.
@@ -37,15 +40,17 @@ def main() -> int:
     raise_limit()
     gc.freeze()  # what was imported stays
     gc.set_threshold(*_COLLECT)
+    folder = arguments.run_dir.resolve()
     try:
-        job = Job(arguments.run_dir.resolve(), arguments.otlp_port)
+        with hold(folder, RUNNER_LOCK, _PATIENCE_S):
+            job = Job(folder, arguments.otlp_port)
+            job.events.listeners.append(context.on_event)
+            # libuv's loop takes less CPU for an event than asyncio's own.
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_run(job, arguments.resume))
     except NightshiftError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    job.events.listeners.append(context.on_event)
-    # libuv's loop takes less CPU for an event than asyncio's own.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(job, arguments.resume))
 
 
 async def _run(job: Job, resume: bool) -> int:

@@ -176,6 +176,24 @@ async def test_a_stop_before_the_first_step_can_be_resumed(tmp_path: Path) -> No
         audit(run, steps=2, staleness=1)
 
 
+async def test_of_two_runners_of_one_run_the_second_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    """As where a command is killed and resumed at once, while its runner still finishes a step."""
+    async with FakeRun(tmp_path, prompts=12, token_s=0.001) as run:
+        slow = run.trainer.faults.plan("hang", "Update", skip=2)
+        first = await run.spawn()
+        await run.until(lambda: slow.used, "an update that takes its time")
+        second = await run.spawn(resume=True)
+        assert await second.wait() == 2
+        assert "is running in another process" in (run.run_dir / "runner.log").read_text()
+        assert len(run.updates) == 2
+        first.kill()  # whatever ends it, its lock is gone with it
+        await first.wait()
+        slow.times = 0
+        assert await (await run.spawn(resume=True)).wait() == 0
+        audit(run, steps=6, staleness=1)
+        assert balance(run) == {"issued": 12, "trained": 12}
+
+
 async def test_an_interrupt_ends_the_runner_with_130(tmp_path: Path) -> None:
     async with FakeRun(tmp_path, prompts=40, token_s=0.005) as run:
         process = await run.spawn()
