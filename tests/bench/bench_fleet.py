@@ -45,6 +45,7 @@ from nightshift.analysis.speedup import StageTimes, speedup, staleness_needed, s
 from nightshift.wire.events import read_events
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.ledger import GroupRecord, GroupState, Ledger
+from tests.bench.fleet_parts import read
 from tests.bench.process_sampler import Sampler
 from tests.sim.alone import generate
 from tests.sim.clock import run_virtual
@@ -58,6 +59,8 @@ BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
 #: Steps between which the pace is taken, and steps before them.
 STEPS, WARM = 5, 2
 TICK_S = 0.005
+#: Takes samples of who holds the interpreter, and stops nobody for them.
+PY_SPY = ["py-spy", "record", "--format", "raw", "--rate", "500", "--gil", "--nonblocking", "--output"]
 PACKAGES = ("grpcio", "httptools", "sqlalchemy", "numpy", "uvloop")
 
 
@@ -272,6 +275,7 @@ def cost(
     tree: Path | None = None,
     shorter: int = 1,
     limit_s: float | None = None,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """A run with the orchestrator in a process of its own, which may open so many files; ``tree``: of that checkout.
 
@@ -295,6 +299,7 @@ def cost(
                 resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
             sampler = Sampler(process.pid)
             sampler.start()
+            spy = None if profile is None else subprocess.Popen([*PY_SPY, str(profile), "--pid", str(process.pid)])
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -304,6 +309,8 @@ def cost(
                 raise RuntimeError(f"{made} of {steps} steps after {limit_s:g} s: {doing}") from None
             finally:
                 process.kill()
+            if spy is not None:
+                spy.wait(60)
         events = read_events(run_dir / "events.jsonl")
         seen = json.loads((folder / "sim.json").read_text())
     if code:
@@ -339,6 +346,9 @@ def cost(
         "tokens_beyond_bound": late,
         "samples_twice": seen["twice"],
         "services_cpu_s": round(seen["cpu_s"], 1),
+        "us_per_group": {part: round(1e6 * share * spent / groups) for part, share in read(profile).items()}
+        if profile
+        else None,
     }
 
 
@@ -417,6 +427,9 @@ def main() -> None:
     parser.add_argument("--flush-tokens", type=int, default=1024, help="of cost")
     parser.add_argument("--shorter", type=int, default=1, help="lengths divided by so much, of cost")
     parser.add_argument("--limit", type=float, help="seconds after which the orchestrator is ended, of cost")
+    parser.add_argument(
+        "--profile", type=Path, help="a file for py-spy's samples, of cost; the result says what goes where"
+    )
     parser.add_argument("--beside", type=Path, help="another checkout, of cost")
     parser.add_argument("--rounds", type=int, default=1, help="of cost; the median is taken")
     options = parser.parse_args()
@@ -459,6 +472,7 @@ def main() -> None:
                     tree,
                     options.shorter,
                     options.limit,
+                    None if tree else options.profile,
                 )
                 print(json.dumps(value), flush=True)
                 rounds[name].append(value)

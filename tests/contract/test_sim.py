@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,12 +87,12 @@ async def test_what_a_lost_simulated_engine_had_sent_is_kept(tmp_path: Path) -> 
 SCALE = Scale(engines=4, speed=Speed(slots=16), score_s=20.0, train_token_s=6e-4)
 
 
-def virtual(folder: Path, batch: int, **pipeline: Any) -> SimRun:
+def virtual(folder: Path, batch: int, scale: Scale = SCALE, **pipeline: Any) -> SimRun:
     """A run on a virtual clock to its end."""
 
     async def go() -> SimRun:
         job = {"rollout": {"batch_size": batch, "n": 2}, "trainer": {"total_steps": 6}, "pipeline": pipeline}
-        run = SimRun(folder, SCALE, keep=batch <= 8, **job)
+        run = SimRun(folder, scale, keep=batch <= 8, **job)
         with run.in_process():
             async with run:
                 assert await run.run(limit_s=1e6) == 0, run.error()
@@ -110,6 +111,17 @@ def test_a_run_on_a_virtual_clock_is_audited(tmp_path: Path, staleness: int, wei
     assert run.sim_trainer.twice == 0
     assert max(run.sim_trainer.ages) <= staleness
     assert any(sim.gaps for sim in run.sims) == (staleness > 0 and weight_update == "in_flight")
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"weight_update": "drain"}, {"on_stale": "drop"}], ids=str)
+def test_a_judge_and_a_trainer_that_take_no_time_hold_nothing_up(tmp_path: Path, pipeline: dict[str, str]) -> None:
+    """Steps and pushes follow one another at once, and each group that ends makes a part of an update."""
+    at_once = replace(SCALE, score_s=0.0, train_token_s=0.0, publish_s=0.0)
+    run = virtual(tmp_path, 8, at_once, max_staleness=7, **pipeline)
+    found = audit_run(load(run.run_dir))
+    assert found.balanced, [finding.message for finding in found.findings]
+    assert (run.sim_trainer.samples, run.sim_trainer.twice) == (6 * 8 * 2, 0)
+    assert max(run.sim_trainer.ages) <= 7
 
 
 @pytest.mark.parametrize("keep", [True, False])
