@@ -485,6 +485,8 @@ class Fleet:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+        if self._limit is None and not self._refill.limited:
+            return  # nothing holds groups back, nor did before: told of by each of hundreds of servers, at each reading
         # A push makes a server unusable for a moment: what it holds then still counts.
         serving = [s.name for s in self._roster if s.health.version and s.health.state not in _AWAY]
         if not serving:
