@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,30 @@ def parse_generated(answer: dict[str, Any], request_id: str, most: int | None = 
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"{request_id}: malformed answer: {type(error).__name__}: {error}", "form") from error
+
+
+def parse_prompt_logprobs(rows: Any, ids: Sequence[int], first: int) -> Floats:
+    """Reads vLLM's ``prompt_logprobs``.
+
+    Args:
+        rows: one for each id.
+        ids: of the whole sequence.
+        first: position of the first id that is asked about.
+
+    Returns:
+        [len(ids) - first] float32, which may hold NaN and infinities.
+
+    Raises:
+        InvalidAnswerError: there are more or fewer rows, or one holds no number for its id.
+    """
+    try:
+        if len(rows) != len(ids):
+            raise InvalidAnswerError(f"scored {len(rows)} of {len(ids)} tokens", "probe")
+        values = [float(rows[at][str(ids[at])]["logprob"]) for at in range(first, len(ids))]
+        with np.errstate(over="ignore"):  # beyond a float32 it is infinite
+            return np.array(values, np.float64).astype(np.float32)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidAnswerError("left out the log-prob of a token", "probe") from error
 
 
 def check_length(request_id: str, tokens: int, most: int | None) -> None:

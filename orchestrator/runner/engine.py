@@ -30,6 +30,7 @@ from orchestrator.runner.answers import (
     InvalidAnswerError,
     LeaseOverError,
     parse_generated,
+    parse_prompt_logprobs,
 )
 from orchestrator.runner.capabilities import GENERATE, Capabilities, from_info, from_statuses
 from orchestrator.runner.collector import Collector
@@ -221,14 +222,10 @@ class Engine:
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
         body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}}
         answer = await self._call("POST", GENERATE, body=body, timeout_s=self._timeout_s)
-        rows = answer.get("prompt_logprobs") or []
-        if len(rows) != len(ids):
-            raise InvalidAnswerError(f"{self.address.name} scored {len(rows)} of {len(ids)} tokens", "probe")
-        wanted = range(len(prompt_ids), len(ids))
         try:
-            return np.array([rows[at][str(ids[at])]["logprob"] for at in wanted], dtype=np.float32)
-        except (KeyError, TypeError) as error:
-            raise InvalidAnswerError(f"{self.address.name} left out the log-prob of a token", "probe") from error
+            return parse_prompt_logprobs(answer.get("prompt_logprobs") or [], ids, len(prompt_ids))
+        except InvalidAnswerError as error:
+            raise InvalidAnswerError(f"{self.address.name} {error.message}", error.kind) from error
 
     async def healthy(self) -> bool:
         """Whether the server answers its health check."""

@@ -19,7 +19,7 @@ from nightshift.wire.errors import RoleError, RoleTimeoutError
 from nightshift.wire.experience import Floats
 from nightshift.wire.rollout import INFO
 from nightshift.wire.scoring import SequenceInput
-from orchestrator.runner.answers import ROUNDING
+from orchestrator.runner.answers import ROUNDING, InvalidAnswerError, parse_prompt_logprobs
 from orchestrator.runner.capabilities import GENERATE
 from orchestrator.runner.scorer import Scored
 from orchestrator.runner.tiers import ASKED_BY_GET, ASKED_BY_POST, COMPLETIONS, Standing, standing
@@ -128,13 +128,10 @@ class FrozenModel:
             raise self._error(f"refused {sample['id']} with {answer.status_code}: {answer.text[:300]}")
         whole = _object(answer)
         rows = whole.get("prompt_logprobs") or (_list(answer, "choices") or [{}])[0].get("prompt_logprobs") or []
-        if len(rows) != len(ids):
-            raise self._error(f"scored {len(rows)} of the {len(ids)} tokens of {sample['id']}")
         try:
-            found_values = [float(rows[at][str(ids[at])]["logprob"]) for at in range(len(prompt), len(ids))]
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._error(f"left out the log-prob of a token of {sample['id']}") from error
-        values = np.array(found_values, np.float32)
+            values = parse_prompt_logprobs(rows, ids, len(prompt))
+        except InvalidAnswerError as error:
+            raise self._error(f"{error.message}, of {sample['id']}") from error
         if not (np.isfinite(values) & (values <= ROUNDING)).all():
             raise self._error(f"answered with log-probs that cannot be for {sample['id']}")
         return np.minimum(values, np.float32(0))
@@ -178,7 +175,7 @@ class TokenScorer(Protocol):
 def _object(answer: httpx.Response) -> dict[str, Any]:
     try:
         value = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or one that is thousands of levels deep
         return {}
     return value if isinstance(value, dict) else {}
 

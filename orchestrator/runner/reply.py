@@ -38,6 +38,6 @@ def object_of(answer: Reply, name: str, path: str) -> dict[str, Any]:
     """
     try:
         value = answer.json() if answer.content else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or one that is thousands of levels deep
         raise EngineAwayError(f"{name} answered {path} with something else than JSON") from error
     return value if isinstance(value, dict) else {}

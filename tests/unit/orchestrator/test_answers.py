@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightshift.wire.experience import VersionSpan
-from orchestrator.runner.answers import EngineAwayError, InvalidAnswerError, parse_generated
+from orchestrator.runner.answers import EngineAwayError, InvalidAnswerError, parse_generated, parse_prompt_logprobs
+from orchestrator.runner.reply import Reply, object_of
 
 ID = "run.g0000001.0.0"
 
@@ -142,3 +143,39 @@ def test_no_answer_breaks_the_reader(changes: dict[str, Any]) -> None:
     assert len(generated.response_ids) == len(generated.logprobs)
     assert (np.isfinite(generated.logprobs) & (generated.logprobs <= 0)).all()
     assert not len(generated.response_ids) or generated.versions[-1].end == len(generated.response_ids)
+
+
+def scored(*values: Any) -> list[Any]:
+    return [None, *({str(token): {"logprob": value}} for token, value in enumerate(values, 5))]
+
+
+def test_log_probs_of_a_prompt_are_those_of_its_ids() -> None:
+    values = parse_prompt_logprobs(scored(-0.5, -2, -1e300), [4, 5, 6, 7], 1)
+    assert values.dtype == np.float32
+    assert values.tolist() == [-0.5, -2.0, -math.inf]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        scored(-0.5),
+        7,
+        {"0": 1},
+        "four",
+        scored(-0.5, None, -1.0),
+        scored(-0.5, "much", -1.0),
+        scored(-0.5, -(10**400), -1.0),
+        scored(-0.5, [-1.0], -1.0),
+        [None, [], [], []],
+        [None, {"5": -1.0}, {"6": 3}, {"7": {}}],
+    ],
+)
+def test_o29_a_prompt_s_log_probs_of_another_form_are_an_invalid_answer(rows: Any) -> None:
+    with pytest.raises(InvalidAnswerError):
+        parse_prompt_logprobs(rows, [4, 5, 6, 7], 1)
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"[" * 200_000, b"\xff\xfe", b"{"])
+def test_an_answer_that_is_no_json_is_that_of_a_server_that_is_away(body: bytes) -> None:
+    with pytest.raises(EngineAwayError, match="JSON"):
+        object_of(Reply(200, body), "rollout-0", "/info")
