@@ -32,7 +32,7 @@ from services.rollout.launch import VllmServer
 from services.trainer.config import RankConfig
 from services.trainer.local_ranks import LocalRanks
 from services.trainer.rank_actor import CORES_VARIABLE
-from tests.bench.real.jobs import DEMO
+from tests.bench.real.jobs import DEMO, make_data
 from tests.bench.real.lengths import Lengths
 from tests.bench.real.push import PROMPT, Load
 
@@ -43,6 +43,7 @@ _CALL_S = 300.0
 def make_batch(lengths: Lengths) -> list[Sample]:
     """The first batch of the same split, with random ids."""
     rng = np.random.default_rng(0)
+    prompts = [rng.integers(100, 40_000, PROMPT).astype(np.int32) for _ in range(PROMPTS)]
     samples = []
     for at, size in enumerate(lengths.batch(0, PROMPTS, SAMPLES)):
         group = f"g{at // SAMPLES}"
@@ -51,7 +52,7 @@ def make_batch(lengths: Lengths) -> list[Sample]:
                 f"{group}.{at % SAMPLES}",
                 group,
                 "0" * 31 + "1",
-                rng.integers(100, 40_000, PROMPT).astype(np.int32),
+                prompts[at // SAMPLES],
                 rng.integers(100, 40_000, size).astype(np.int32),
                 np.full(size, -10.8, np.float32),
                 np.ones(size, np.uint8),
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=PROMPTS * SAMPLES)
     arguments = parser.parse_args()
     lengths = Lengths(32.0, 1.0, 128)
+    make_data()
     model = resolve("builtin:smollm2-135m-instruct")
     values = [f"model.path={model}", f"rollout.max_response_length={lengths.longest}", "trainer.threads=1"]
     spec = load_job(DEMO, values)

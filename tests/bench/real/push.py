@@ -34,7 +34,7 @@ from nightshift.wire.rollout import ROUTE
 from orchestrator.runner.engine import Engine, EngineAddress
 from services.agent.models import resolve
 from services.rollout.launch import VllmServer
-from tests.bench.real.jobs import DEMO
+from tests.bench.real.jobs import DEMO, make_data
 
 PROMPT, LONGEST = 58, 200
 ARMS = {"keep": True, "recompute": False}
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=10.0, help="seconds between two pushes")
     parser.add_argument("--core", type=int, default=0)
     arguments = parser.parse_args()
+    make_data()
     model = resolve("builtin:smollm2-135m-instruct")
     spec = load_job(DEMO, [f"model.path={model}", f"rollout.max_response_length={LONGEST}"])
     with tempfile.TemporaryDirectory() as name:
