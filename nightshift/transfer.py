@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 from nightshift.config.job import JobSpec
 from nightshift.gpu import Device, Placement
 from nightshift.wire.errors import BadInputError
+from nightshift.wire.listen import LOOPBACK
 
 Transfer = Literal["shared_memory", "http", "ipc", "nccl"]
 
 #: NCCL's own variable.
 _SEVERAL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
@@ -50,7 +50,7 @@ def weight_transfer(spec: JobSpec, device: Device) -> Transfer:
         return rollout.weight_transfer
     if ipc:
         return "ipc"
-    remote = rollout.fleet is not None or any(urlsplit(url).hostname not in _LOOPBACK for url in rollout.urls)
+    remote = rollout.fleet is not None or any(urlsplit(url).hostname not in LOOPBACK for url in rollout.urls)
     return "http" if remote else "shared_memory"
 
 

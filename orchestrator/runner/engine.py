@@ -19,6 +19,7 @@ from nightshift.wire import codec
 from nightshift.wire.errors import RoleError, RoleTimeoutError, VersionConflictError
 from nightshift.wire.experience import Floats, Ids
 from nightshift.wire.lease_fence import HEADER, LEASE_OVER
+from nightshift.wire.listen import LOOPBACK
 from nightshift.wire.rollout import INFO, PREFETCH, ROUTE
 from orchestrator.runner.answers import (
     AsleepError,
@@ -46,7 +47,6 @@ _KEEPALIVE_S = 2.0
 _ADMIN_TIMEOUT_S = 60.0
 #: A whole model may have to come over a network.
 _FETCH_TIMEOUT_S = 900.0
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _LOOK_TIMEOUT_S = 5.0
 #: Calls other than for samples never wait for a sample to end: the reserve of open files is theirs.
 _ADMIN_ROOM = Room(1 << 30)
@@ -106,7 +106,7 @@ class Engine:
             # Certificates are read once: for each client of each server that took 20 ms, whether it needs any or not.
             verify=_certificates() if self.address.url.startswith("https") else False,
             # A proxy of the environment is meant for the outside, and cannot reach this machine's loopback.
-            trust_env=httpx.URL(self.address.url).host not in _LOOPBACK,
+            trust_env=httpx.URL(self.address.url).host not in LOOPBACK,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S),
         )
 

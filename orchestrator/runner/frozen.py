@@ -17,6 +17,7 @@ import numpy as np
 
 from nightshift.wire.errors import RoleError, RoleTimeoutError
 from nightshift.wire.experience import Floats
+from nightshift.wire.listen import LOOPBACK
 from nightshift.wire.rollout import INFO
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import ROUNDING, InvalidAnswerError, parse_prompt_logprobs
@@ -24,7 +25,6 @@ from orchestrator.runner.capabilities import GENERATE
 from orchestrator.runner.scorer import Scored
 from orchestrator.runner.tiers import ASKED_BY_GET, ASKED_BY_POST, COMPLETIONS, Standing, standing
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _SHORT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 #: Sequences that are sent at once; more wait here and not in the server's queue.
@@ -61,7 +61,7 @@ class FrozenModel:
             base_url=self._url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            trust_env=httpx.URL(url).host not in _LOOPBACK,
+            trust_env=httpx.URL(url).host not in LOOPBACK,
         )
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from nightshift.data import Prompt, Tokenizer
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.experience import Floats, Sample
 from nightshift.wire.scoring import RewardInput, SequenceInput
+from nightshift.wire.version import PolicyVersion
 from orchestrator.runner.answers import EngineRefusedError, Generated, GenerateRequest, InvalidAnswerError
 from orchestrator.runner.busy import BusyClock
 from orchestrator.runner.fleet import Fleet
@@ -61,7 +62,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Step of the oldest weights that any of its tokens was sampled with."""
-        return min((int(version.rsplit("/", 1)[-1]) for version in self.versions), default=self.started_version)
+        return min((PolicyVersion.parse(version).step for version in self.versions), default=self.started_version)
 
     @property
     def bytes(self) -> int:

@@ -20,6 +20,7 @@ from nightshift.config import JobSpec
 from nightshift.data import Cursor, Prompt
 from nightshift.wire.errors import NightshiftError, RoleError
 from nightshift.wire.events import EventLog
+from nightshift.wire.version import PolicyVersion
 from orchestrator.runner.admission import Admission
 from orchestrator.runner.batch import whole_passes
 from orchestrator.runner.books import Books
@@ -243,7 +244,7 @@ class Pipeline:
         self._state.filtered_in_row = 0
         with self._tracing.within(self._tracing.child("keep", group.span)):
             self._spool.put(group.index, group.samples)
-            versions = sorted(group.versions, key=lambda version: int(version.rsplit("/", 1)[-1]))
+            versions = sorted(group.versions, key=lambda version: PolicyVersion.parse(version).step)
             await self._books.move(
                 group.index,
                 GroupState.READY,
