@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nightshift.cli.processes import parents
-from nightshift.cli.shared_memory import Segments
 
 _INTERVAL_S = 2.0
+#: Most of its time that sampling may take: the kernel walks the page tables of each process, 0.2 s for ten GiB, and
+#: holds up what these processes map meanwhile.
+_SHARE = 0.01
 #: Text in a command line -> role; the first that fits.
 _ROLES = (
     ("orchestrator.runner", "orchestrator"),
@@ -65,21 +67,21 @@ def pss_bytes(pid: int) -> int:
     return 0
 
 
-def sample(root: int, store: Path | None = None, segments: Segments | None = None) -> dict[str, int]:
+def roles_below(root: int) -> dict[int, str]:
+    """Process id -> role now, of a process and everything below it."""
+    parent_of = parents()
+    return assign_roles(root, parent_of, {pid: _command(pid) for pid in parent_of})
+
+
+def sample(root: int, store: Path | None = None) -> dict[str, int]:
     """Role -> bytes now.
 
     Args:
         root: the process that counts, with everything below it.
         store: a folder in memory whose files count too (they belong to no process).
-        segments: notes the shared memory that the processes use.
     """
-    parent_of = parents()
-    commands = {pid: _command(pid) for pid in parent_of}
     totals: dict[str, int] = {}
-    roles = assign_roles(root, parent_of, commands)
-    if segments is not None:
-        segments.look(roles)
-    for pid, role in roles.items():
+    for pid, role in roles_below(root).items():
         totals[role] = totals.get(role, 0) + pss_bytes(pid)
     if store is not None and (size := _folder_bytes(store)):
         totals["weight store"] = size
@@ -87,14 +89,26 @@ def sample(root: int, store: Path | None = None, segments: Segments | None = Non
 
 
 class PeakMemory:
-    """Samples in a thread and keeps the highest total, with its parts at that moment."""
+    """Samples in a thread and keeps the highest total, with its parts at that moment.
+
+    Args:
+        take: gives the bytes by role now.
+        meanwhile: called each ``interval_s``.
+        interval_s: seconds between two samples; more where they take longer than a hundredth of that.
+        clock: seconds.
+    """
 
     def __init__(
-        self, store: Path | None = None, segments: Segments | None = None, interval_s: float = _INTERVAL_S
+        self,
+        take: Callable[[], Mapping[str, int]],
+        meanwhile: Callable[[], None] = lambda: None,
+        interval_s: float = _INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._segments = segments
+        self._take = take
+        self._meanwhile = meanwhile
         self._interval_s = interval_s
+        self._clock = clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="memory", daemon=True)
         self.peak: dict[str, int] = {}
@@ -109,10 +123,14 @@ class PeakMemory:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
-    def observe(self, totals: Mapping[str, int]) -> None:
-        """Takes one sample in."""
+    def look(self) -> float:
+        """Takes one sample in; seconds until the next one."""
+        began = self._clock()
+        totals = self._take()
+        took = self._clock() - began
         if sum(totals.values()) > sum(self.peak.values()):
             self.peak = dict(totals)
+        return max(self._interval_s, took / _SHARE)
 
     def report(self) -> dict[str, object]:
         """The fields of the ``memory`` event, in MiB."""
@@ -123,8 +141,11 @@ class PeakMemory:
         }
 
     def _work(self) -> None:
+        due = 0.0
         while not self._stop.is_set():
-            self.observe(sample(os.getpid(), self._store, self._segments))
+            self._meanwhile()
+            if self._clock() >= due:
+                due = self.look() + self._clock()
             self._stop.wait(self._interval_s)
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from nightshift.cli import prepare, processes
 from nightshift.cli.data import check_data
-from nightshift.cli.memory import PeakMemory
+from nightshift.cli.memory import PeakMemory, roles_below, sample
 from nightshift.cli.output import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, fail, print_json
 from nightshift.cli.ports import HOST, check_ports, free_port
 from nightshift.cli.processes import Child
@@ -165,7 +165,11 @@ class Supervisor:
         self._view = RunView(run_id=self._run_id)
         self._tail = Tail(run_dir / EVENTS)
         self._segments = Segments()
-        self._memory = PeakMemory(self._store, self._segments)
+        root = os.getpid()
+        self._memory = PeakMemory(
+            lambda: sample(root, self._store),
+            lambda: self._segments.look(roles_below(root)),  # often: what is noted too late stays behind after a kill
+        )
         self._children: list[Child] = []
         self._policy = RestartPolicy()  # of a runner that was killed
 

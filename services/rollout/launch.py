@@ -273,7 +273,9 @@ class VllmServer:
         will never answer is still open. One that does not answer at all may only be busy: that is no sign of death.
         """
         try:
-            self._dead = httpx.get(f"{self.url}/health", timeout=_HEALTH_S, trust_env=False).status_code == 503
+            # Plain HTTP: without ``verify`` the certificates of the system would be read anew at each question.
+            answer = httpx.get(f"{self.url}/health", timeout=_HEALTH_S, trust_env=False, verify=False)
+            self._dead = answer.status_code == 503
         except httpx.HTTPError:
             return False
         return True

@@ -237,8 +237,9 @@ def test_memory_is_counted_by_role() -> None:
     ]
     assert 99 not in roles
     assert pss_bytes(os.getpid()) > 1 << 20
-    peak = PeakMemory()
-    peak.observe({"cli": 5 << 20, "rollout": 1 << 20})
-    peak.observe({"cli": 1 << 20, "rollout": 9 << 20})
-    peak.observe({"cli": 2 << 20})
+    found = iter([{"cli": 5 << 20, "rollout": 1 << 20}, {"cli": 1 << 20, "rollout": 9 << 20}, {"cli": 2 << 20}])
+    times = iter([0.0, 0.001, 10.0, 10.3, 50.0, 50.0])
+    peak = PeakMemory(lambda: next(found), clock=lambda: next(times))
+    waits = [peak.look() for _ in range(3)]
     assert peak.report() == {"peak_mib": 10, "by_role": {"rollout": 9, "cli": 1}}
+    assert waits == pytest.approx([2.0, 30.0, 2.0]), "sampling takes a hundredth of the time at most"
