@@ -59,7 +59,7 @@ class WeightSender:
         """Lets no further transfer begin, and waits for those that run: the weights are about to change."""
         self.version = ""
         if self._running:
-            await asyncio.wait(self._running)
+            await asyncio.wait(self._running)  # each of them ends by its own deadline
 
     async def _do(self, method: str, server: str, timeout_s: float) -> float:
         began = time.monotonic()

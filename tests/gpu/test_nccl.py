@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from nightshift.gpu import ask_driver, find_device
+from nightshift.gpu import ask_driver
 from tests.gpu.jobs import run_steps, write_job
-from tests.gpu.models import build
 
 pytestmark = pytest.mark.gpu
 #: Enough that a server can be killed between two of them.
@@ -38,14 +37,6 @@ ROLLOUT: dict[str, Any] = {
     "kv_cache_gib": 2,
     "max_num_seqs": 64,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert find_device("auto") == "cuda"
-    folder = tmp_path_factory.mktemp("model")
-    build(folder, "small", Path(os.environ["NIGHTSHIFT_TEST_TOKENIZER"]))
-    return folder
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ Run where there is a GPU, with a tokenizer's folder in NIGHTSHIFT_TEST_TOKENIZER
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,9 @@ import numpy as np
 import pytest
 
 from nightshift.cli.rollouts import read_rollouts
-from nightshift.gpu import find_device
 from tests.gpu.jobs import run_steps, run_whole, write_job
-from tests.gpu.models import build
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert find_device("auto") == "cuda"
-    folder = tmp_path_factory.mktemp("model")
-    build(folder, "small", Path(os.environ["NIGHTSHIFT_TEST_TOKENIZER"]))
-    return folder
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -6,7 +6,6 @@ Run where there is a GPU, with a tokenizer's folder in NIGHTSHIFT_TEST_TOKENIZER
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import threading
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 from nightshift.config.load import load_job
-from nightshift.gpu import ask_driver, find_device
+from nightshift.gpu import ask_driver
 from nightshift.wire.scoring import SequenceInput
 from orchestrator.runner.answers import GenerateRequest
 from orchestrator.runner.engine import Engine, EngineAddress
@@ -27,7 +26,6 @@ from orchestrator.runner.server import Proof, Server
 from orchestrator.runner.trainer import Publication
 from services.rollout.launch import VllmServer
 from tests.gpu.jobs import run_steps, write_job
-from tests.gpu.models import build
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
@@ -47,14 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "trainer": {"max_tokens_per_micro_batch": 2048, "learning_rate": 1e-4},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert find_device("auto") == "cuda"
-    folder = tmp_path_factory.mktemp("model")
-    build(folder, "small", Path(os.environ["NIGHTSHIFT_TEST_TOKENIZER"]))
-    return folder
 
 
 @pytest.fixture
